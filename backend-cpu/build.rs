@@ -1,5 +1,5 @@
-//! Tells the crate whether it is compiled without optimisation, whatever else the profile says; and the compiler that
-//! `--cfg baseline_alone` is known (`src/isa.rs`).
+//! Tells the crate whether it is compiled without optimisation, whatever else the profile sets, and declares the
+//! flag `--cfg baseline_alone` to the compiler (`src/isa.rs`).
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

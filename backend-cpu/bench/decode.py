@@ -27,7 +27,7 @@ except ImportError:
     torch = None
 
 DIM = 128
-# Batch, query heads, kv heads, types (of Q, and of the cache where it has another), rows of a page.
+# Rows of the table: batch, query heads, kv heads, types (of Q, and of the cache if it differs), rows per page.
 ROWS = [
     (1, 8, 8, "bf16", 0),
     (1, 8, 8, "bf16", 16),

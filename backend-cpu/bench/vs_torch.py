@@ -51,7 +51,7 @@ class Ours:
         return float(self.process.stdout.readline().split()[self.column])
 
     def close(self):
-        # communicate() is no use here: it reads past what readline() has buffered, which often holds the tail.
+        # Reads the rest by hand: communicate() would skip what readline() has buffered, often the end of the output.
         self.process.stdin.close()
         tail = self.process.stdout.read().split()
         self.process.wait()

@@ -1,5 +1,5 @@
-//! Times one problem of the CPU backend and prints, a line for each repetition, the seconds by the
-//! clock and the processor seconds of the calling thread (all of them where there is one thread).
+//! Times one problem of the CPU backend and prints, a line for each repetition, the wall-clock seconds and the
+//! processor seconds of the calling thread (with one thread, the whole processor time).
 //!
 //! `cpu_bench fwd|bwd SEQLEN f32|f16|bf16 causal|full REPEAT [HEADS] [HEAD_DIM] [BLOCK_M] [BLOCK_N]`,
 //! at batch 1, b·h·s·d in memory; `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply. Reads a line from standard
@@ -15,7 +15,7 @@ use fmha_core::{
 };
 use fmha_cpu::CpuBackend;
 
-/// Processor time of this thread, which other programs on the machine do not lengthen.
+/// Processor time of this thread, which does not include time of other programs.
 fn thread_seconds() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is writable; the call touches nothing else.
@@ -23,7 +23,7 @@ fn thread_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// The most memory that was resident at once.
+/// The process' peak of resident memory, in bytes.
 fn peak_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();

@@ -1,13 +1,13 @@
 //! Times decode on the CPU backend in alternation with the machine's own read bandwidth: one query per
 //! sequence over a long cache, whose K and V must be read once.
 //!
-//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is
-//! f32, f16 or bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and
-//! `FMHA_CPU_ISA` apply to both. The plain reads use as many threads, with and without prefetch. Tensors
-//! begin on a cache line, as PyTorch's do. With AVX-512 a third measurement reads whole lines in the order of
-//! the cache: for pages in the order of the block table, with and without prefetch of lines of later pages.
-//! Prints the best of each over the repetitions, and the ratios, by the clock. With one thread it also prints
-//! processor time, which other programs do not lengthen.
+//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is f32, f16
+//! or bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and `FMHA_CPU_ISA`
+//! apply to both. Plain reads use the same number of threads, with and without prefetch. Tensors begin on a cache
+//! line, as PyTorch's do. With AVX-512 a third measurement reads whole lines in the order of the cache: for pages
+//! in the order of the block table, with and without prefetch of lines of later pages. Prints the best of each over
+//! the repetitions, and the ratios, by the clock. With one thread it also prints processor time, which other
+//! programs do not lengthen.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex};
@@ -66,7 +66,8 @@ fn sum(part: &[Line], asks: bool) -> u64 {
     sums.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))
 }
 
-/// Sums a part of the memory, a whole line at a time in four sums: the limit of one core.
+/// Sums a part of the memory by whole cache lines into four sums; with `asks`, prefetches ahead. Its speed is the
+/// limit of one core.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sum_of_whole_lines(part: &[Line], asks: bool) -> u64 {
@@ -91,7 +92,7 @@ fn sum_of_whole_lines(part: &[Line], asks: bool) -> u64 {
     sum(rest, false).wrapping_add(fours.cast_unsigned())
 }
 
-/// [`sum`] by whole lines where there is AVX-512.
+/// [`sum`] by whole cache lines, if the processor has AVX-512.
 fn sum_by_lines(part: &[Line], asks: bool) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if std::is_x86_feature_detected!("avx512f") {
@@ -101,13 +102,13 @@ fn sum_by_lines(part: &[Line], asks: bool) -> u64 {
     sum(part, asks)
 }
 
-/// A cache in pages: some pages of a block table, and lines of each.
+/// A cache in pages: a range of the block table, and the number of lines of each page.
 #[derive(Clone, Copy)]
 struct Pages<'a>(&'a [i32], usize);
 
 impl Pages<'_> {
-    /// Their sum. Asked for are the first lines of a piece of a page some pieces ahead, from which on the
-    /// processor goes ahead by itself to the end of a page of the system.
+    /// Sums the pages. Prefetches the first lines of a piece that lies some pieces ahead; the processor's own
+    /// prefetcher then continues to the end of a 4 KiB page.
     fn sum(self, memory: &[Line], asks: bool) -> u64 {
         const PIECE_LINES: usize = 4096 / 64;
         const AHEAD_PIECES: usize = 4;
@@ -236,7 +237,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, element);
         }
-        // Copies of the first part: random numbers for all of it would take longer than the measurement.
+        // The other parts are copies of the first: random numbers for all of it would take longer than the
+        // measurement.
         for part in rest.chunks_mut(first.len()) {
             part.copy_from_slice(&first[..part.len()]);
         }
@@ -245,7 +247,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let q = random(dtype, problem.shape_q().num_elems() as usize);
     let (k, v) = (random(dtype_cache, elems), random(dtype_cache, elems));
     let mut o = q.clone();
-    // Neighbouring pages far apart, as a server's are after a while.
+    // Neighbouring pages of a sequence lie far apart, as in a server that has run for a while.
     let table: Vec<i32> =
         (0..batch * pages).map(|at| (u64::from(at) * 7919 % u64::from(batch * pages)) as i32).collect();
 

@@ -1,5 +1,5 @@
-//! A planned choice of keys: the indexer of `sparse.rs` over operands as `fmha_core::sparse::ChooseProblem` has them.
-//! Keys in pages, or apart from each other, are copied to rows first.
+//! A planned choice of keys: the indexer of `sparse.rs` on operands in the form of
+//! `fmha_core::sparse::ChooseProblem`. Keys in pages, or with gaps, are copied to contiguous rows first.
 
 use std::borrow::Cow;
 
@@ -21,7 +21,7 @@ pub(crate) struct Choice<'a> {
     pub(crate) args: &'a ChooseArgs<'a>,
 }
 
-/// Numbers of an operand; none of an absent one.
+/// Numbers of an operand; empty for an absent one.
 fn numbers<T: Pod>(slice: &Option<DevSlice<'_>>) -> Vec<T> {
     slice.and_then(|slice| slice.as_host()).map(numbers_of).unwrap_or_default()
 }
@@ -46,7 +46,7 @@ fn output<'a, T: Pod>(slice: &'a Option<DevSliceMut<'_>>, count: usize) -> &'a m
 }
 
 impl Choice<'_> {
-    /// Computes it.
+    /// Computes the choice.
     ///
     /// # Errors
     /// Memory for scratch that the system refuses.
@@ -175,8 +175,8 @@ impl Choice<'_> {
         engine.index(&Index { call: &call, to }, threads)
     }
 
-    /// Rows of `bytes` each, of all sequences one after another: as they lie where they do, else copied. Those behind a
-    /// sequence's keys are no candidates.
+    /// Rows of `bytes` each, of all sequences one after another: in place if contiguous, otherwise copied. Rows
+    /// beyond a sequence's keys are no candidates.
     fn dense<'s>(
         &self,
         slice: &Option<DevSlice<'s>>,

@@ -1,5 +1,5 @@
-//! A score and a mask as code over panels of scores: programs compiled once a call, run by each thread in registers of
-//! its own. Masks as data hide pairs of the same panels.
+//! A score and a mask as code over panels of scores. Programs are compiled once per call, and each thread runs them
+//! in its own registers. Masks as data hide pairs of the same panels.
 
 use std::ops::Range;
 
@@ -20,16 +20,16 @@ struct Compiled<'a> {
     narrow: bool,
 }
 
-/// A captured element that a score reads, and that has a gradient.
+/// A captured element that a score reads and whose gradient is wanted.
 struct Read {
     /// Which of the wanted gradients.
     gradient: usize,
-    /// The root that is its slope; those of its indices follow.
+    /// The program's root that computes the derivative by this element; the roots of its indices follow.
     root: usize,
     shape: Vec<u32>,
 }
 
-/// The operands of a call that code and masks as data are read from.
+/// The operands of a call that code and masks as data use.
 pub(crate) struct CodeArgs<'a> {
     pub(crate) score: ScoreArgs<'a>,
     pub(crate) masks: MaskArgs<'a>,
@@ -58,10 +58,10 @@ pub(crate) struct CodeLanes {
 }
 
 impl<'a> Code<'a> {
-    /// Those of a forward call; `None` where it has none.
+    /// The functions and masks of a forward call; `None` if it has neither.
     ///
     /// # Errors
-    /// What is captured and is missing.
+    /// A captured operand that is missing.
     pub(crate) fn of(problem: &'a FwdProblem, args: &CodeArgs<'a>) -> Result<Option<Self>, ProblemError> {
         if !problem.asks_pairs() {
             return Ok(None);
@@ -81,10 +81,10 @@ impl<'a> Code<'a> {
         }))
     }
 
-    /// Those of a backward call, with derivatives.
+    /// The functions and masks of a backward call, with derivatives.
     ///
     /// # Errors
-    /// What is captured and is missing.
+    /// A captured operand that is missing.
     pub(crate) fn of_backward(
         problem: &'a ValidBwd,
         args: &CodeArgs<'a>,
@@ -130,7 +130,7 @@ impl<'a> Code<'a> {
         let masks = self.masks.as_ref();
         match masks.map(|masks| masks.head(&head.span, head.i_head).class(q.clone(), k.clone())) {
             Some(BlockClass::Skipped) => return Seen::Nothing,
-            // Code is not asked in a full block.
+            // Full blocks do not evaluate the mask as code.
             Some(_) if masks.is_some_and(HostMasks::has_full_blocks) => return Seen::Part,
             _ => {}
         }
@@ -147,7 +147,8 @@ impl<'a> Code<'a> {
         mask.seen(&tile, compiled.captured.as_slice())
     }
 
-    /// The keys outside which masks as data show no query of `rows` any; all of them where there are no such masks.
+    /// The keys outside which masks as data show no key to any query of `rows`; all keys if there are no such
+    /// masks.
     pub(crate) fn hull(&self, head: &HeadScore, rows: Range<u32>) -> Range<u32> {
         let all = 0..head.span.seqlen_k;
         self.masks
@@ -168,7 +169,7 @@ impl<'a> Code<'a> {
         }
     }
 
-    /// One score in f64, from the scaled product; `None` where the pair is hidden.
+    /// One score in f64, from the scaled product; `None` if the pair is hidden.
     pub(crate) fn one(&self, head: &HeadScore, scaled: f64, i: u32, j: u32) -> Option<f64> {
         let pair = Pair { score: scaled, q: i, k: j, ..head_of(&head.span, head.i_head) };
         if !self.shows(head, i, j) {
@@ -181,7 +182,8 @@ impl<'a> Code<'a> {
         Some(score).filter(|&score| score != f64::NEG_INFINITY)
     }
 
-    /// Turns a panel of scaled products into scores, and notes in `hide` which pairs are hidden: not 0 there.
+    /// Converts a panel of scaled products to scores, and writes to `hide` a number other than 0 for each hidden
+    /// pair.
     ///
     /// # Safety
     /// `scores` and `hide` are panels of these rows.
@@ -233,7 +235,8 @@ impl<'a> Code<'a> {
         });
     }
 
-    /// Notes in `hide` what masks as data say of a panel: what they hide, and what they show without asking code.
+    /// Writes to `hide` the result of masks as data for a panel: pairs that they hide, and pairs that they show
+    /// without the mask as code.
     ///
     /// # Safety
     /// `hide` is a panel of these rows.
@@ -256,8 +259,8 @@ impl<'a> Code<'a> {
         }
     }
 
-    /// Writes `hidden` where [`score`](Self::score) noted that a pair is: -inf of scores, once soft-cap and bias are
-    /// done, and 0 of slopes.
+    /// Writes the number `hidden` for each pair that [`score`](Self::score) marked as hidden: -inf to scores, after
+    /// soft-cap and bias, and 0 to derivatives.
     ///
     /// # Safety
     /// `values` and `hide` are panels of these rows.
@@ -275,7 +278,8 @@ impl<'a> Code<'a> {
         }
     }
 
-    /// Multiplies gradients of scores by the derivative of the score in the scaled products: 0 where they are 0.
+    /// Multiplies gradients of scores by the derivative of the score function at the scaled products; a gradient of
+    /// 0 stays 0.
     ///
     /// # Safety
     /// `scaled` and `gradients` are panels of these rows.
@@ -305,7 +309,7 @@ impl<'a> Code<'a> {
         });
     }
 
-    /// Adds what a panel's gradients of scores give the captured elements that were read, pair by pair.
+    /// Adds a panel's contributions to the gradients of captured elements, pair by pair.
     ///
     /// # Safety
     /// As [`slope`](Self::slope).
@@ -347,7 +351,7 @@ impl<'a> Code<'a> {
     }
 }
 
-/// Zeros of the shapes of a call's captured gradients.
+/// Zero arrays in the shapes of a call's captured gradients.
 ///
 /// # Errors
 /// Memory that the system refuses.
@@ -396,7 +400,8 @@ fn everything(problem: &FwdProblem) -> Tile {
     Tile {
         b: 0..dims.batch,
         h: 0..dims.num_heads_q,
-        // A row of 1024 queries more: lanes beyond the live ones are computed, and thrown away.
+        // The range is 1024 queries longer than the sequence: lanes beyond the live ones are computed, and
+        // discarded.
         q: 0..dims.seqlen_q.saturating_add(1024),
         k: 0..dims.seqlen_k.saturating_add(1024),
         seqlen_q: (0, dims.seqlen_q),
@@ -404,7 +409,7 @@ fn everything(problem: &FwdProblem) -> Tile {
     }
 }
 
-/// The blocks of a panel: the block, where its scores begin, and how many there are.
+/// Calls `each` for the blocks of a panel: the block, the index of its first score, and the number of scores.
 fn for_blocks<S: Simd>(panel: &Panel, mut each: impl FnMut(Block, usize, usize)) {
     let step = Program::BLOCK / S::PANEL;
     let (first, last) = panel.rows;
@@ -434,8 +439,8 @@ impl<S: Simd> Op<S> for RunProgram<'_, '_> {
 struct Vectors<S>(S);
 
 impl<S: Simd> VectorMath for Vectors<S> {
-    // No closure between the loop and a function: a closure has the instructions of the baseline alone, and the
-    // function would be called for each of its vectors' operations.
+    // The loop calls the function without a closure: a closure is compiled for the baseline's instructions alone,
+    // and each vector operation would become a function call.
     #[inline(always)]
     fn exp(&self, x: &mut [f32]) {
         let s = self.0;

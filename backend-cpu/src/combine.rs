@@ -2,7 +2,8 @@
 //!
 //! Or, without LSE, `O = sum_n O_n` in f32.
 //!
-//! Weights are divided by their own sum: of equal parts at −1e30 LSE itself, rounded, is that of each.
+//! Weights are divided by their own sum, not taken from LSE: for equal parts with LSE −1e30 the combined LSE rounds
+//! to that of each part, and weights would be 1.
 
 use std::ops::Range;
 
@@ -57,7 +58,8 @@ impl Combine<'_> {
                 let (i, head) = ((index % seq) as u32, index / seq);
                 let (i_batch, i_head) = ((head / shape.head as usize) as u32, head as u32 % shape.head);
                 if problem.adds() {
-                    // Adding to -0 leaves every term as it is, -0 too; of no terms the sum is 0.
+                    // The sum starts from -0, which leaves every first term unchanged, also -0; without terms the
+                    // sum is 0.
                     out.fill(if sources.is_empty() { 0.0 } else { -0.0 });
                     if problem.merge == Merge::AddTo {
                         let before = held.matrix(i_batch, i_head, i);
@@ -95,7 +97,7 @@ impl Combine<'_> {
                 out.fill(0.0);
                 for (n, source) in sources.iter().enumerate() {
                     let weight = ((lse(n) - top).exp() / sum) as f32;
-                    // A part that saw nothing may hold anything.
+                    // O of a part without visible keys may hold anything.
                     if lse(n) == f64::NEG_INFINITY {
                         continue;
                     }

@@ -1,4 +1,4 @@
-//! The instruction set: the processor's best one, capped by the configuration.
+//! The instruction set: the best that the processor has, limited by the configuration.
 
 use std::fmt;
 use std::str::FromStr;
@@ -29,7 +29,7 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F and VL.
     Avx512,
-    /// AVX-512 VBMI: permutations of bytes, which widen FP8.
+    /// AVX-512 with VBMI, whose byte permutations convert FP8.
     Avx512Vbmi,
     /// AVX-512 BF16: dot products of bf16 pairs.
     Avx512Bf16,
@@ -42,7 +42,7 @@ impl Isa {
     pub const ALL: [Isa; 7] =
         [Isa::Amx, Isa::Avx512Bf16, Isa::Avx512Vbmi, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
 
-    /// Whether processors of this program's architecture can have it.
+    /// Whether processors of this program's architecture can have this set.
     fn is_of_this_architecture(self) -> bool {
         match self {
             Isa::Portable => true,
@@ -67,7 +67,7 @@ impl Isa {
         }
     }
 
-    /// Whether this processor has it.
+    /// Whether this processor has this set.
     #[must_use]
     pub fn is_available(self) -> bool {
         Engine::new(self).is_some()
@@ -91,7 +91,7 @@ impl FromStr for Isa {
     }
 }
 
-/// The operations of an instruction set. Each is compiled once per set, behind one choice at run time.
+/// The operations of an instruction set. Each is compiled once per set, and the set is chosen once at run time.
 #[enum_dispatch]
 pub(crate) trait Kernels {
     fn forward(&self, call: &Forward<'_>, threads: &Threads) -> Result<()>;
@@ -100,7 +100,7 @@ pub(crate) trait Kernels {
     fn index(&self, call: &Index<'_>, threads: &Threads) -> Result<()>;
     /// Runs a fixed number of FMAs in registers: how many operations.
     fn fma_loop(&self) -> f64;
-    /// Queries across a panel, of which `block_m` is a multiple.
+    /// Number of queries of a panel, of which `block_m` is a multiple.
     fn query_panel(&self) -> usize;
 }
 
@@ -132,11 +132,11 @@ impl<S: Simd> Kernels for S {
     }
 }
 
-// Six times the kernels take most of the crate's compile time. So its own test program has those of the
-// baseline, and beside them what a test names (`tests/` runs every set of the library); and `--cfg
-// baseline_alone` leaves the others out as if the processor had none, for who tests a program on this crate.
+// Kernels for six sets take most of the crate's compile time. Therefore the crate's own test program has only the
+// baseline's kernels and those that a test names (`tests/` runs every set of the library), and `--cfg
+// baseline_alone` leaves out the other sets, for tests of programs that use this crate.
 
-/// An instruction set that this processor has, with its kernels.
+/// An instruction set that this processor has, with the set's kernels.
 #[cfg(all(target_arch = "x86_64", not(any(test, baseline_alone))))]
 #[enum_dispatch(Kernels)]
 #[derive(Clone, Copy, Debug)]
@@ -192,7 +192,7 @@ impl Engine {
         }
     }
 
-    /// The best that the processor has, not above `cap`.
+    /// The best set that the processor has, not above `cap`.
     ///
     /// # Errors
     /// The cap names instructions of another processor.
@@ -209,10 +209,9 @@ impl Engine {
     }
 }
 
-/// Whether `isa` is to be taken where the processor has it.
-///
-/// Left to choose, bf16 dot products are where they outrun f32 FMAs: AMD's do (matrix products on an EPYC
-/// with both: 378 GFLOP/s in bf16, 181 in f32), Intel's do not (a Xeon with AMX: 109 against 199 GFLOP/s).
+/// Whether `isa` is used if the processor has it. Without a cap, bf16 dot products are used only if they are faster
+/// than f32 FMAs: on AMD they are (matrix products on an EPYC: 378 GFLOP/s in bf16, 181 in f32), on Intel they are
+/// not (a Xeon with AMX: 109 against 199 GFLOP/s).
 fn is_wanted(isa: Isa, cap: Option<Isa>, vendor: &str) -> bool {
     match cap {
         Some(cap) => isa <= cap,
@@ -220,7 +219,7 @@ fn is_wanted(isa: Isa, cap: Option<Isa>, vendor: &str) -> bool {
     }
 }
 
-/// Vendor of the processor, as `cpuid` spells it; empty where the processor does not say.
+/// Vendor of the processor as reported by `cpuid`; empty if it is not reported.
 fn vendor() -> String {
     #[cfg(target_arch = "x86_64")]
     {
@@ -232,11 +231,11 @@ fn vendor() -> String {
     String::new()
 }
 
-/// Sizes of forward tiles when the caller names none.
+/// Sizes of forward tiles if the caller names none.
 pub(crate) const FORWARD_BLOCKS: Blocks =
     Blocks { block_m: 512, block_n: 128, may_shrink: true, rows_only: false, exact_max: false };
 
-/// Sizes of backward tiles when the caller names none.
+/// Sizes of backward tiles if the caller names none.
 pub(crate) const BACKWARD_BLOCKS: Blocks =
     Blocks { block_m: 96, block_n: 192, may_shrink: false, rows_only: false, exact_max: false };
 

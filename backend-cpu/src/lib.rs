@@ -11,10 +11,9 @@
 //!           simd  vectors of f32, one trait, seven instruction sets          simd
 //! ```
 //!
-//! Arithmetic is f32 with f32 sums, whatever the tensors' types: f16, bf16 and the four FP8 types
-//! are converted as tiles are copied into panels. Where the processor multiplies pairs of bf16 faster
-//! than f32, a bf16 forward without dropout does that, with f32 sums. Memory is O(seqlen): no matrix
-//! of scores exists beyond a tile a thread.
+//! Arithmetic is f32 with f32 sums, whatever the tensors' types: f16, bf16 and the four FP8 types are converted as
+//! tiles are copied into panels. If the processor multiplies pairs of bf16 faster than f32, a bf16 forward without
+//! dropout uses these products, with f32 sums. Memory is O(seqlen): each thread has only one tile of scores.
 //!
 //! ```
 //! use fmha_core::{DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, PlanOptions};
@@ -75,16 +74,18 @@ pub use isa::Isa;
 use memory::HostMemory;
 use tasks::{Pool, Threads};
 
-/// More are not made, whatever is asked for: idle threads of a pool look for work in each other's queues, and 1024 on
-/// two processors took 4 s to begin and 0.5 s for an empty call; 256 took 20 ms, 16 30 us (2026-11-27).
+/// Most threads per core, whatever the caller requests: idle threads of a pool search each other's queues, and 1024
+/// threads on two processors took 4 s to start and 0.5 s for an empty call; 256 took 20 ms, 16 took 30 us
+/// (2026-11-27).
 const MAX_THREADS_A_PROCESSOR: usize = 8;
 
 /// How a [`CpuBackend`] runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
-    /// Threads, 1 to 4096; `None` = `FMHA_NUM_THREADS`, or one for each core. Never more than eight a core are made.
+    /// Number of threads, 1 to 4096; `None` = `FMHA_NUM_THREADS`, or one for each core. At most eight per core are
+    /// created.
     pub threads: Option<usize>,
-    /// The highest instruction set to use; `None` = `FMHA_CPU_ISA`, or the best there is.
+    /// The highest instruction set to use; `None` = `FMHA_CPU_ISA`, or the best that the processor has.
     pub isa: Option<Isa>,
 }
 
@@ -101,12 +102,13 @@ impl CpuBackend {
     /// Opens the backend with the environment's configuration.
     ///
     /// # Errors
-    /// An environment variable that says nothing sensible, or threads that the system refuses.
+    /// An environment variable with an invalid value, or threads that the system cannot create.
     pub fn new() -> Result<Self> {
         Self::with(Config::default())
     }
 
-    /// Opens the backend with this configuration; the environment gives what the configuration leaves open.
+    /// Opens the backend with this configuration; environment variables fill in fields that the configuration
+    /// leaves open.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -1,4 +1,4 @@
-//! Host memory: for callers who have no tensors of their own, and scratch that may be refused.
+//! Host memory: for callers without tensors of their own, and scratch whose allocation may fail.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::{Mutex, MutexGuard};
@@ -19,10 +19,12 @@ impl DeviceMemory for HostMemory {
         MemorySpace::Host
     }
 
-    /// Zeros, since [`DevBuffer::slice`] and `download` give the bytes to safe code, whoever has written them.
+    /// Allocates zeroed memory, since [`DevBuffer::slice`] and `download` give safe code access to bytes that
+    /// nothing has written.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
-        // `alloc_zeroed` of a larger alignment than malloc's own writes every byte; of malloc's, new pages of the
-        // system are zeros already and are not touched. So the alignment comes from room before the first byte.
+        // `alloc_zeroed` with an alignment above malloc's writes every byte; with malloc's alignment, new pages of
+        // the system are zero already and are not touched. So alignment is made by extra bytes before the first
+        // one.
         let layout = usize::try_from(bytes)
             .ok()
             .and_then(|size| Layout::from_size_align(size.checked_add(ALIGN)?, 1).ok())
@@ -68,7 +70,7 @@ fn check_fits(field: &'static str, wanted: usize, buffer: &DevBuffer) -> Result<
     Ok(())
 }
 
-/// Adds to a vector, or says how much memory the system refused.
+/// Appends to a vector, or reports how much memory the system refused.
 pub(crate) fn add<T>(all: &mut Vec<T>, more: impl ExactSizeIterator<Item = T>) -> Result<()> {
     let bytes = (more.len() as u64).saturating_mul(size_of::<T>() as u64);
     all.try_reserve(more.len()).map_err(|_| no_memory(bytes))?;
@@ -81,10 +83,8 @@ pub(crate) fn add<T>(all: &mut Vec<T>, more: impl ExactSizeIterator<Item = T>) -
 #[repr(C, align(64))]
 struct Line([f32; 16]);
 
-/// f32 to compute in, aligned to 64 bytes: always initialised, never of use until written.
-///
-/// Buffers go back to a store when dropped: at 16 threads and 512 keys, to get and touch new pages
-/// took longer than the whole of attention.
+/// Aligned f32 (64 bytes) for computing: always initialised, but meaningless until written. Dropped buffers go to a
+/// store: at 16 threads and 512 keys, getting and touching new pages took longer than the attention itself.
 #[derive(Default)]
 pub(crate) struct Floats(Vec<Line>);
 
@@ -99,7 +99,7 @@ fn spare() -> Option<MutexGuard<'static, Vec<Vec<Line>>>> {
 const MAX_SPARE_BYTES: usize = 128 << 20;
 
 impl Floats {
-    /// `len` numbers of no meaning, or the refusal with its size.
+    /// `len` meaningless numbers, or the refusal with its size.
     pub(crate) fn scratch(len: usize) -> Result<Self> {
         let lines = len.div_ceil(16);
         #[cfg(test)]
@@ -137,7 +137,7 @@ impl Floats {
         unsafe { std::slice::from_raw_parts(self.as_ptr(), 16 * self.0.len()) }
     }
 
-    /// Sets all of it, and a little more where a larger buffer was at hand.
+    /// Sets all numbers; if a larger buffer was reused, also some beyond the end.
     pub(crate) fn fill(&mut self, value: f32) {
         self.0.fill(Line([value; 16]));
     }
@@ -156,7 +156,7 @@ impl Drop for Floats {
     }
 }
 
-/// An output of plain numbers, each written by one thread.
+/// An output array of numbers, each written by one thread.
 #[derive(Clone, Copy)]
 pub(crate) struct Bytes(*mut u8);
 
@@ -221,7 +221,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Memory that ends where every access stops the process.
+    /// Memory followed by a fence: any access beyond its end stops the process.
     pub(crate) struct Fenced(fmha_conformance::memory::Bytes);
 
     impl Fenced {
@@ -260,10 +260,10 @@ pub(crate) mod tests {
         }
     }
 
-    /// Held by tests to which it matters what the store has.
+    /// Lock for tests that depend on the store's content.
     static STORE: Mutex<()> = Mutex::new(());
 
-    /// Does `work` with a store that was empty at first; tests beside it may fill it again.
+    /// Runs `work` with a store that is empty at first; tests in parallel may fill it again.
     fn with_empty_store<T>(work: impl FnOnce() -> T) -> T {
         let _alone = STORE.lock().unwrap_or_else(PoisonError::into_inner);
         spare().unwrap().clear();
@@ -278,7 +278,7 @@ pub(crate) mod tests {
         WANTS_EXACT_SIZES.get()
     }
 
-    /// Does `work` without the store: what it asks for has its exact size, in whole lines.
+    /// Runs `work` without the store: allocations have their exact size in whole lines.
     pub(crate) fn in_exact_sizes<T>(work: impl FnOnce() -> T) -> T {
         WANTS_EXACT_SIZES.set(true);
         let done = work();
@@ -292,7 +292,8 @@ pub(crate) mod tests {
         assert!(text.contains(&(1u64 << 62).to_string()), "{text}");
     }
 
-    /// The sizes are far above what other tests ask for, which run beside this one.
+    /// Dropped scratch is kept up to a limit and reused. The sizes are far above those of other tests that run at
+    /// the same time.
     #[test]
     fn dropped_scratch_is_kept_up_to_a_limit_and_given_to_who_wants_at_least_half_of_it() {
         let scratch = |lines: usize| Floats::scratch(16 * lines).unwrap();
@@ -312,7 +313,7 @@ pub(crate) mod tests {
             assert_eq!((half.0.len(), kept(second)), (second, 0));
             let less = scratch(first / 2 - 1);
             assert_eq!((less.0.len(), kept(first)), (first / 2 - 1, 1));
-            // Buffers of this size serve no other test, so they are freed.
+            // Buffers of this size are of no use to other tests, so they are freed.
             drop((half, less));
             spare().unwrap().retain(|spare| spare.len() < first / 4);
         });

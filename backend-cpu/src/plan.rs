@@ -22,9 +22,9 @@ use crate::tasks::Pool;
 /// Every kernel.
 pub(crate) const KERNELS: [&str; 5] = ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize"];
 
-/// A row's sums have one order, and the maximum is the row's own. Forward is batch-invariant on request:
-/// otherwise sequences of few queries and of many are taken in two ways. In tiles of bf16 its maximum may lag, unless
-/// the true one is asked for.
+/// Promises: a row's sums have a fixed order, and its maximum is its own. The forward is batch-invariant on request
+/// only, since otherwise sequences of few and of many queries use two paths. In tiles of bf16 the maximum may lag,
+/// unless the exact one is requested.
 const PROMISES: Promises = Promises {
     deterministic: true,
     batch_invariant: true,
@@ -37,7 +37,7 @@ const PROMISES: Promises = Promises {
 /// The largest tile side: scratch stays within a few megabytes a thread.
 const MAX_BLOCK: usize = 1024;
 
-/// Whether all of a problem's keys are there before its call: in host memory nothing else fills them meanwhile.
+/// Refuses keys that arrive during the call: in host memory nothing fills them meanwhile.
 pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
     problem.refuse_arrivals(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
@@ -46,12 +46,12 @@ pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
 /// masks as data.
 ///
 /// # Errors
-/// A tree mask, and a part of a larger call, whose places neither would know; lists of keys.
+/// A tree mask, lists of keys, and a part of a larger call, whose positions these functions would get wrong.
 pub(crate) fn takes_code(problem: &impl Problem, kernel: &str) -> Result<()> {
     problem.refuse_beside_code(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
 
-/// Refuses what small outputs are not computed beside.
+/// Refuses problem features that exclude small outputs.
 ///
 /// # Errors
 /// A tree mask.
@@ -61,7 +61,8 @@ pub(crate) fn takes_outputs(problem: &FwdProblem, kernel: &str) -> Result<()> {
     Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]))
 }
 
-/// Refuses what hides keys otherwise than a band does: a row that sees the same keys by a band has other bits.
+/// Refuses, for row invariance, masks that are not a band: a row that sees equal keys by a band would have other
+/// bits.
 fn takes_equal_rows(problem: &FwdProblem, kernel: &'static str) -> Result<()> {
     let beside = if problem.lists.is_some() {
         "lists of keys"
@@ -159,7 +160,7 @@ fn of_lists(
             ("arithmetic", "f32, f32 sums".into()),
         ]
     })?;
-    // A token's bits depend on its own list alone.
+    // A token's bits depend on its own list alone, so both promises hold.
     (parts.promises.batch_invariant, parts.promises.row_invariant) = (true, true);
     Ok((parts, blocks))
 }
@@ -273,7 +274,7 @@ fn plan(
     Ok((parts, blocks))
 }
 
-/// A plan that runs `engine`, for whose tiles it was made.
+/// A plan that runs `engine`, for which its tiles were chosen.
 fn ready<P: Problem, E>(backend: &CpuBackend, engine: E, (parts, blocks): (PlanParts, Blocks)) -> Planned<P>
 where
     Ready<E>: Launch<P> + 'static,
@@ -282,7 +283,7 @@ where
     Planned { parts, launch: Box::new(launch) }
 }
 
-/// The executable part of a plan: kernels, their threads, and a tile that these kernels take.
+/// The executable part of a plan: kernels, threads, and a tile that suits the kernels.
 struct Ready<E> {
     engine: E,
     threads: Arc<Pool>,

@@ -29,7 +29,7 @@ impl Measured {
         self.0
             .get_or_init(|| {
                 let mut states = vec![0.0f64; threads.count()];
-                // Every thread at once, as the kernels run: cores share power and clocks.
+                // All threads run at once, like the kernels, since cores share power and clocks.
                 let tasks = states.len();
                 threads.for_each(&mut states, tasks, |rate, _| {
                     let mut best = 0.0f64;

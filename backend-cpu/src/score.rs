@@ -81,14 +81,14 @@ impl<'a> ScoreInputs<'a> {
 pub(crate) struct HeadScore {
     pub(crate) span: SeqSpan,
     pub(crate) i_head: u32,
-    /// Whether there is a score or a mask as code.
+    /// Whether the problem has a score or a mask as code.
     pub(crate) coded: bool,
     pub(crate) i_head_kv: u32,
     pub(crate) band: MaskBand,
     pub(crate) softmax_scale: f32,
     pub(crate) softcap: Option<f32>,
     pub(crate) bias: Option<Matrix>,
-    /// ALiBi's slope, and the diagonal from which its distances count.
+    /// ALiBi's slope, and the diagonal from which distances are measured.
     alibi: Option<(f32, i64)>,
     /// Whether any score can be dropped.
     pub(crate) drops: bool,
@@ -110,14 +110,14 @@ pub(crate) struct Panel {
     pub(crate) queries: usize,
     /// The key of row 0.
     pub(crate) j: u32,
-    /// First and one past the last row that any lane sees.
+    /// First row, and one past the last, that any lane sees.
     pub(crate) rows: (usize, usize),
     /// Whether the mask hides some pair of the panel.
     pub(crate) edge: bool,
 }
 
 impl Panel {
-    /// Queries `i .. i + queries` against the `keys` keys from `j` on; `None` where none is seen.
+    /// The panel of queries `i .. i + queries` and the `keys` keys from `j` on; `None` if no pair is visible.
     pub(crate) fn new(band: MaskBand, i: u32, queries: usize, j: u32, keys: usize) -> Option<Self> {
         let (i_range, j_range) = (i..i + queries as u32, j..j + keys as u32);
         let class = band.block_class(i_range.clone(), j_range.clone());
@@ -132,14 +132,14 @@ impl Panel {
                 if first >= last {
                     return None;
                 }
-                // Rows are taken in pairs by kernels that multiply pairs.
+                // Rows start at an even index, for kernels that multiply pairs of rows.
                 ((first - j) as usize & !1, (last - j) as usize)
             }
         };
         Some(Self { i, queries, j, rows, edge: class == BlockClass::Edge })
     }
 
-    /// Vectors that hold live lanes.
+    /// Number of vectors that have at least one valid lane.
     pub(crate) fn vectors<S: Simd>(&self) -> usize {
         self.queries.div_ceil(S::LANES)
     }
@@ -149,30 +149,30 @@ impl Panel {
 #[derive(Clone, Copy)]
 pub(crate) struct Visible {
     band: MaskBand,
-    /// Whether a weight of 0 may be a pair that code hides.
+    /// Whether a weight of 0 may mean a pair that code hides.
     coded: bool,
 }
 
 impl Visible {
-    /// Whether query `i` sees key `j`, whose weight after a mask as code is `weight`.
+    /// Whether query `i` sees key `j`, given `weight`, its weight after the mask as code.
     pub(crate) fn sees(self, i: u32, j: u32, weight: f32) -> bool {
         self.band.visible(i, j) && !(self.coded && weight == 0.0)
     }
 }
 
 impl HeadScore {
-    /// Pairs that the mask shows.
+    /// Pairs that the mask leaves visible.
     pub(crate) fn visible(&self) -> Visible {
         Visible { band: self.band, coded: self.coded }
     }
 
-    /// A panel of it, of which code may hide any pair.
+    /// A panel of the tile; code may hide any pair in it.
     pub(crate) fn panel(&self, i: u32, queries: usize, j: u32, keys: usize) -> Option<Panel> {
         Panel::new(self.band, i, queries, j, keys)
             .map(|panel| Panel { edge: panel.edge || self.coded, ..panel })
     }
 
-    /// Whether [`Adjust`] has anything to do to a panel.
+    /// Whether [`Adjust`] would change a panel.
     pub(crate) fn adjusts(&self, panel: &Panel) -> bool {
         panel.edge || self.changes()
     }
@@ -202,7 +202,7 @@ impl HeadScore {
         Some(-f64::from(slope) * (i64::from(i) + diag - i64::from(j)).abs() as f64)
     }
 
-    /// Whether visible scores are more than a scaled product.
+    /// Whether scores of visible pairs are more than scaled products.
     pub(crate) fn changes(&self) -> bool {
         self.softcap.is_some() || self.bias.is_some() || self.alibi.is_some()
     }
@@ -215,7 +215,7 @@ pub(crate) struct Adjust<'a> {
     pub(crate) scores: *mut f32,
     /// Scratch of the panel's size, used with an elementwise bias.
     pub(crate) bias: *mut f32,
-    /// Output for the cap's slope `1 - tanh^2`, if it is needed.
+    /// Output for the soft-cap's derivative `1 - tanh^2`, if it is needed.
     pub(crate) slope: Option<*mut f32>,
 }
 
@@ -242,7 +242,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
             let clamp = |row: i64| row.clamp(-1, last as i64 + 1) as f32;
             (lo[lane], hi[lane]) = (clamp(i + head.band.lo), clamp(i + head.band.hi));
         }
-        // Rows that every live lane sees need nothing where only the mask has something to do.
+        // Rows that every live lane sees are skipped if only the mask would change scores.
         let spared = if head.changes() {
             0..0
         } else {
@@ -277,7 +277,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                         let one = s.splat(1.0);
                         // (1 - t)(1 + t) keeps the small slopes that 1 - t^2 would cancel away.
                         let value = s.mul(s.sub(one, t), s.add(one, t));
-                        // A hidden score may be NaN, and with it its slope: 0 times NaN would not be 0.
+                        // A hidden score may be NaN, and so may its derivative: multiplying by 0 would give NaN.
                         let value = match hides {
                             None => value,
                             Some((j, sink)) => {
@@ -312,7 +312,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
     }
 }
 
-/// The keep decisions of a panel: `factor` where kept, 0 where dropped.
+/// The keep decisions of a panel: writes `factor` for kept scores, 0 for dropped ones.
 pub(crate) struct Keep {
     pub(crate) mask: KeepMask,
     pub(crate) panel: Panel,

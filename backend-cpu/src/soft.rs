@@ -1,6 +1,6 @@
-//! The battery's forward cases of bf16 on instruction sets in software: what surrounds dot products and tiles
-//! keeps the contract on a machine whose processor has neither. Not what only the instructions do: AMX takes
-//! subnormal numbers for 0.
+//! The battery's forward cases of bf16 on instruction sets in software: the code around dot products and tiles is
+//! tested on a machine whose processor has neither. Properties of the real instructions are not tested: AMX treats
+//! subnormal numbers as 0.
 
 use fmha_conformance::Regex;
 use fmha_conformance::case::{Case, matching};
@@ -14,7 +14,7 @@ use fmha_core::{
 use crate::simd::{Simd, SoftDots, SoftTiles};
 use crate::{Config, CpuBackend, Isa, plan};
 
-/// A backend that plans as with an instruction set and runs forward calls with one in software.
+/// A backend that plans as for a real instruction set, and runs forward calls with a software set.
 struct Soft<S> {
     plans: CpuBackend,
     s: S,
@@ -62,7 +62,7 @@ unsafe impl<S: Simd + 'static> FmhaBackend for Soft<S> {
     }
 }
 
-/// Cases of bf16 of some families: one in `count` by their seeds, from number `index` on.
+/// Cases of bf16 of some families: one in `count`, chosen by their seeds, from number `index` on.
 fn part(families: &str, index: u64, count: u64) -> impl Iterator<Item = Case> {
     let filter = Regex::new(&format!("^({families})/.*bf16")).unwrap();
     let mut cases = matching(Some(&filter));
@@ -81,7 +81,7 @@ fn keeps_the_contract<S: Simd>(s: S, isa: Isa, cases: impl Iterator<Item = Case>
     assert_eq!((report.summary.failed, report.summary.refused), (0, 0));
 }
 
-// Most of the code around them is shared, so each has half of the cases that both take.
+// Most of the surrounding code is shared by both software sets, so each runs half of the cases that both support.
 
 #[test]
 fn dot_products_in_software_keep_the_contract() {

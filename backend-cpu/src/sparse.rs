@@ -22,7 +22,7 @@ const TILE_KEYS: usize = 96;
 const TOKENS: usize = 8;
 
 impl CpuBackend {
-    /// The scores of an indexer, `[batch, seqlen_q, seqlen_k]`; -inf where a key is no candidate of a query.
+    /// The scores of an indexer, `[batch, seqlen_q, seqlen_k]`; -inf if a key is no candidate of a query.
     ///
     /// # Errors
     /// `scores` of another length; memory for scratch that the system refuses.
@@ -33,8 +33,9 @@ impl CpuBackend {
         self.engine.index(&Index { call, to }, self.threads.get()?)
     }
 
-    /// The lists that those scores choose, `[batch, seqlen_q, topk]`: the `topk` candidates of greatest score of each
-    /// query, equal ones by position, NaN last, in ascending position with -1 after them. Scores are never written.
+    /// The lists of keys with the greatest scores, `[batch, seqlen_q, topk]`: the `topk` candidates of greatest
+    /// score of each query, equal ones by position, NaN last, in ascending position with -1 after them. Scores are
+    /// never written.
     ///
     /// # Errors
     /// `indices` of another length; memory for scratch that the system refuses.
@@ -61,7 +62,7 @@ pub(crate) enum IndexTo {
 }
 
 impl IndexTo {
-    /// Scores, -inf where a key is no candidate.
+    /// Makes a destination for scores, -inf where a key is no candidate.
     pub(crate) fn scores(scores: &mut [f32]) -> Self {
         scores.fill(f32::NEG_INFINITY);
         Self::Scores(Bytes::of_f32(scores))
@@ -132,7 +133,7 @@ impl Index<'_> {
         })
     }
 
-    /// Scores of tokens of one sequence, of every key that is a candidate of one of them.
+    /// Computes the scores of tokens of one sequence with every key that is a candidate of one of them.
     fn score<S: Simd>(&self, s: S, scratch: &mut Scratch, rows: std::ops::Range<usize>) {
         let (call, problem, args) = (self.call, self.call.problem(), self.call.args());
         let (heads, dim) = (problem.num_heads as usize, problem.head_dim as usize);
@@ -187,7 +188,7 @@ impl Index<'_> {
         }
     }
 
-    /// Writes the scores of a token, or the keys that it chooses.
+    /// Writes the scores of a token, or the keys that they choose.
     fn put(&self, scratch: &mut Scratch, row: usize, at: usize) {
         let keys = self.call.problem().seqlen_k as usize;
         let candidates = self.call.candidates(row);
@@ -239,7 +240,8 @@ impl<S: Simd> Op<S> for WeighHeads<'_> {
     #[inline(always)]
     fn call(self, s: S) {
         let Self { panel, products, weights, to, adds } = self;
-        // Lanes without a head hold anything, and 0 times NaN is not 0: they are cut off below.
+        // Lanes without a head may hold anything, and 0 times NaN is NaN, so these lanes are left out of the sum
+        // below.
         let mut lanes = [0.0f32; 32];
         lanes[..weights.len()].copy_from_slice(weights);
         let mut live = [0.0f32; 32];
@@ -251,7 +253,7 @@ impl<S: Simd> Op<S> for WeighHeads<'_> {
                 // SAFETY: rows of a panel; 32 lanes are the widest one.
                 unsafe {
                     let product = s.load(products.add(row * S::PANEL + v * S::LANES));
-                    // `max` returns its second operand where one of them is NaN.
+                    // `max` returns its second operand if one of the operands is NaN, so a NaN score stays.
                     let relu = s.max(zero, product);
                     let is_live = s.load(live.as_ptr().add(v * S::LANES));
                     let relu = s.select_le(half, is_live, relu, zero);

@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use fmha_core::fork::PerProcess;
 use fmha_core::{Error, Result};
 
-/// A fixed number of threads, the caller's among them.
+/// A fixed number of threads, including the caller's.
 pub(crate) struct Threads {
-    /// The threads beside the caller's; `None`: the caller's is the only one.
+    /// The threads besides the caller's; `None` if the caller's is the only one.
     pool: Option<rayon_core::ThreadPool>,
     count: usize,
 }
 
-/// A backend's threads, of each process its own: a forked child has none of its parent's, and makes them when
-/// it computes.
+/// A backend's threads, separate for each process: a forked child has no threads of its parent, and creates its own
+/// when it computes.
 pub(crate) struct Pool {
     count: usize,
     threads: PerProcess<Threads>,
@@ -32,7 +32,7 @@ impl Pool {
     /// Threads of this process.
     ///
     /// # Errors
-    /// [`Error::System`] where the system refuses a child's threads.
+    /// [`Error::System`] if the system refuses to create a child's threads.
     #[inline]
     pub(crate) fn get(&self) -> Result<&Threads> {
         self.threads.get_or_try(|| Threads::new(self.count))
@@ -97,9 +97,9 @@ impl Threads {
     }
 }
 
-/// Runs `work` with each thread's number, the caller's being 0. It is compiled once, whatever the work is.
+/// Runs `work` with each thread's number; the caller's is 0. The function is compiled once for every kind of work.
 fn on_every_thread(pool: &rayon_core::ThreadPool, work: &(dyn Fn(usize) + Sync)) {
-    // The caller begins at once; only the others have to be woken.
+    // The caller begins at once; only the other threads must be woken.
     pool.in_place_scope(|scope| {
         scope.spawn_broadcast(|_, thread| work(thread.index() + 1));
         work(0);
@@ -120,7 +120,8 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|count| Threads::new(count).unwrap().count()), [1, 1, 2, 3]);
     }
 
-    /// Each task waits for the others: one thread alone would wait for ever.
+    /// As many tasks run at once as there are states: each task waits for the others, so with one thread the test
+    /// would hang.
     #[test]
     fn as_many_tasks_run_at_once_as_there_are_states() {
         for states in [2, 3] {

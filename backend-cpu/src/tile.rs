@@ -29,17 +29,17 @@ pub(crate) struct Left {
 }
 
 impl Left {
-    /// Rows of a panelled matrix `[cols / width][rows][width]`, reduced over its columns.
+    /// Operand of rows of a panelled matrix `[cols / width][rows][width]`, summed over its columns.
     pub(crate) fn rows(base: *const f32, rows: usize, width: usize) -> Self {
         Self { base, row: width, step: 1, segment: width, jump: rows * width }
     }
 
-    /// Rows that lie `stride` apart, reduced over their columns.
+    /// Operand of rows that lie `stride` apart, summed over their columns.
     pub(crate) fn dense(base: *const f32, stride: usize) -> Self {
         Self { base, row: stride, step: 1, segment: usize::MAX, jump: 0 }
     }
 
-    /// Columns of one panel `[rows][width]`, reduced over its rows.
+    /// Operand of columns of one panel `[rows][width]`, summed over its rows.
     pub(crate) fn columns(base: *const f32, width: usize) -> Self {
         Self { base, row: 1, step: width, segment: usize::MAX, jump: 0 }
     }

@@ -1,4 +1,4 @@
-//! Texts of a backend and of its plans, and the memory that it lends.
+//! Texts of a backend and of its plans, and the memory that it allocates.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fmha_core::{
@@ -61,8 +61,8 @@ fn a_backend_names_its_kind_its_kernels_its_threads_and_its_instructions() {
     assert!(!processor.is_empty() && name(&one).contains(processor), "{}: {processor}", name(&one));
 }
 
-/// Ten million operations a second are a thousandth of any processor's: no measure, but neither seconds nor
-/// nothing pass for a rate.
+/// The roofline is a measured rate with its source: at least ten million operations per second, a thousandth of any
+/// processor's rate, so that a time or 0 in its place fails.
 #[test]
 fn the_roofline_is_a_measured_rate_with_its_source() {
     let backend = backend(2);
@@ -92,7 +92,7 @@ fn memory_takes_and_gives_back_what_fits() {
     assert!(text.contains("from has 8 bytes, fewer than the 9"), "{text}");
 }
 
-/// New memory does not show the bytes of its previous owner.
+/// New memory is zeroed and aligned, and does not show the bytes of its previous owner.
 #[test]
 fn new_memory_is_zeros_and_aligned_whatever_lay_there() {
     let backend = backend(1);
@@ -214,7 +214,7 @@ fn a_plan_whose_running_maximum_may_lag_says_fast_and_is_exact_on_request() {
         let backend = Device::new(CpuBackend::with(Config { threads: Some(1), isa: Some(isa) }).unwrap());
         for (dtype, batch_invariant) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F16, false)] {
             let fwd = FwdProblem::batch(dtype, dims).validate().unwrap();
-            // Only matrix tiles of bf16 let the maximum lag, and sequences in the row path do not use them.
+            // Only matrix tiles of bf16 let the maximum lag, and sequences in the row path do not use tiles.
             let lags = isa == Isa::Amx && dtype == DType::Bf16 && !batch_invariant;
             for accuracy in [Accuracy::Fast, Accuracy::Exact] {
                 let options = PlanOptions::default().accuracy(accuracy).batch_invariant(batch_invariant);
@@ -240,8 +240,8 @@ fn a_combine_plan_has_no_tile_to_set() {
     }
 }
 
-/// Whether the system gives this process tiles: `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, for the component
-/// of tile data.
+/// Whether the system grants this process AMX tiles: `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, for the component of
+/// tile data.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn tiles_are_permitted() -> bool {
     // SAFETY: the call changes nothing but the permission.

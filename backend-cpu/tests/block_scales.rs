@@ -1,4 +1,4 @@
-//! Scales by blocks: a call has the bits of the same call on the tensors that the formats stand for.
+//! Scales by blocks: a call is bit-equal to the call on the dequantised tensors.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use fmha_core::block_scales::{BlockAxis, Quantized};
@@ -29,7 +29,7 @@ fn device() -> Device {
     Device::new(CpuBackend::with(Config { threads: Some(2), isa: None }).unwrap())
 }
 
-/// Runs a call whose outputs are O and LSE, as bits.
+/// Runs a call whose outputs are O and LSE; returns their bits.
 fn run(
     problem: &FwdProblem,
     args: impl FnOnce(DevSliceMut<'_>, DevSliceMut<'_>, &mut dyn FnMut(&mut FwdArgs<'_>)),
@@ -45,7 +45,7 @@ fn run(
     o.iter().chain(&lse).map(|x| x.to_bits()).collect()
 }
 
-/// One call in a format, and the same call on its values.
+/// Runs a call in a block format, and the call on its dequantised values.
 fn both(format: BlockFormat, dtype: DType, tensor_scales: [f32; 3]) -> [Vec<u32>; 2] {
     let Dims { seqlen_q, seqlen_k, head_dim_qk, head_dim_v, .. } = DIMS;
     let shapes = [

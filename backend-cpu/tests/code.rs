@@ -30,7 +30,7 @@ const OF_HEADS: u64 = 300;
 
 /// Memory of the tensors that functions capture.
 struct Memory {
-    /// Tensors in wide words, so that every type is aligned.
+    /// Captured tensors in 64-bit words, so that every type is aligned.
     tensors: Vec<(CapturedTensor, Vec<u64>)>,
     numbers: Vec<Number>,
 }
@@ -74,7 +74,7 @@ impl Memory {
     }
 }
 
-/// The largest difference, over 1 or the largest of what is wanted.
+/// The largest difference, divided by the largest expected value or 1.
 fn error(found: &[f32], wanted: &[f64]) -> f64 {
     assert_eq!(found.len(), wanted.len());
     let size = wanted.iter().fold(1.0f64, |most, x| most.max(x.abs()));
@@ -225,7 +225,7 @@ fn common_forms_have_the_results_and_gradients_of_float64() {
             .score_code(score.parse::<Function>().unwrap())
             .mask_code(mask.parse::<Function>().unwrap());
         check(&device, problem.clone(), 100 + seed as u64);
-        // A score of -inf hides its pair before the soft-cap would make it finite.
+        // A score of -inf hides its pair, although the soft-cap afterwards would make the score finite.
         check(&device, problem.softcap(9.0), 200 + seed as u64);
     }
 }
@@ -308,7 +308,8 @@ fn causal_as_code_has_the_bits_of_the_built_in() {
     assert_eq!(run(FwdProblem::batch(DType::F32, DIMS).mask_code(code)), built_in);
 }
 
-/// Plants NaN in each tensor where a mask hides it, and in the slope of its soft-cap.
+/// A NaN that code hides reaches nothing: NaN is placed in each tensor where a mask hides it, and in the derivative
+/// of its soft-cap.
 #[test]
 fn a_nan_that_code_hides_reaches_nothing() {
     hidden_nan_reaches_nothing(None);
@@ -447,7 +448,8 @@ fn a_tree_mask_and_a_part_are_refused_beside_code() {
     }
 }
 
-/// Sums over pairs have one order, whatever the threads.
+/// Gradients of captured tensors have equal bits for any number of threads, since sums over pairs have a fixed
+/// order.
 #[test]
 fn gradients_of_captured_tensors_have_the_same_bits_on_any_number_of_threads() {
     let table = CapturedTensor::dense("table", &[3, 5]);

@@ -1,4 +1,4 @@
-//! A few queries over a long cache: what is read together, in whatever order, gives each head its own bits.
+//! A few queries over a long cache: each head has bits of its own, whatever is read together and in whatever order.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -18,7 +18,7 @@ fn backends() -> Vec<(Isa, Device)> {
     available.flat_map(move |isa| [1, 5].map(|threads| (isa, with(isa, threads)))).collect()
 }
 
-/// More than a chunk of keys, and no whole block at its end.
+/// Number of keys: more than a chunk, and not a multiple of a block.
 const SEQLEN_K: u32 = 700;
 
 fn problem(dtype: DType, seqlen_q: u32, heads: (u32, u32), head_dims: (u32, u32)) -> FwdProblem {
@@ -142,7 +142,7 @@ fn pages_in_any_order_are_the_strided_cache() {
     }
 }
 
-/// Inputs with a cache of FP8, and with its values in the type of Q.
+/// Inputs with a cache of FP8, and equal inputs with the cache converted to Q's type.
 fn narrow_and_wide(
     problem: FwdProblem,
     dtype_cache: DType,
@@ -191,10 +191,10 @@ fn an_fp8_cache_is_its_values_in_the_type_of_q() {
     for (dtype, dtype_cache, seqlen_q, heads, head_dims, descales) in [
         (DType::F16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7f32, 1.3]),
         (DType::Bf16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7, 1.3]),
-        // Rows that are no whole vectors of codes; queries that see different keys.
+        // Rows that are not whole vectors of codes; queries that see different keys.
         (DType::Bf16, DType::E5m2, 3, (8, 2), (96, 40), [-0.7, 1e-3]),
         (DType::Bf16, DType::E4m3Fn, 1, (12, 1), (136, 200), [448.0, -1.3]),
-        // Tiles where there are some, the last of them half a vector of codes; more queries than a tile has.
+        // Rows that use tiles if there are any, the last tile half a vector of codes; more queries than a tile has.
         (DType::Bf16, DType::E4m3Fn, 1, (16, 2), (96, 160), [0.7, 1.3]),
         (DType::Bf16, DType::E5m2, 2, (20, 1), (128, 64), [-0.7, 1e-3]),
         (DType::Bf16, DType::E4m3Fnuz, 1, (16, 2), (64, 128), [0.7, 1.3]),
@@ -211,7 +211,7 @@ fn an_fp8_cache_is_its_values_in_the_type_of_q() {
     }
 }
 
-/// Caches in pages and of FP8 give the bits of the strided one, for few queries and, in tiles, for many.
+/// Caches in pages and of FP8 give bits equal to the strided cache, for few queries and, in tiles, for many.
 #[test]
 fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for_many() {
     for (isa, backend) in backends() {
@@ -248,7 +248,8 @@ fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for
     }
 }
 
-/// Two sequences with different numbers of rows in the cache before the call.
+/// New rows are written rotated, and queries are rotated, in two sequences whose caches have different numbers of
+/// rows before the call.
 #[test]
 fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
     const BEFORE: [u32; 2] = [20, 33];

@@ -179,7 +179,7 @@ fn small_problems_keep_the_accuracy_promise() {
     }
 }
 
-/// Sequences that end inside a tile share a bias.
+/// dBias keeps the accuracy promise for several tiles and sequences that end inside a tile and share a bias.
 #[test]
 fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
     for (isa, backend) in backends() {

@@ -1,5 +1,5 @@
-//! A forked child has one thread, however many its parent had. A backend that the parent has used still works
-//! in it.
+//! A forked child has one thread, however many its parent has. A backend that the parent has used still works in
+//! the child.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
@@ -26,7 +26,7 @@ const DIMS: Dims = Dims {
 const ELEMS_Q: usize = 2 * 40 * 4 * 16;
 const ELEMS_K: usize = ELEMS_Q / 2;
 
-/// One test at a time forks: what another does meanwhile is in the child for good.
+/// Lock, so that only one test at a time forks: the child keeps forever whatever another test holds at that moment.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -49,7 +49,7 @@ impl Calls {
         Self { device, fwd, bwd }
     }
 
-    /// O, dQ, dK and dV of numbers that are always the same.
+    /// Computes O, dQ, dK and dV of fixed numbers.
     fn run(&self) -> [Vec<f32>; 4] {
         let numbers = |len: usize, step: usize| -> Vec<f32> {
             (0..len).map(|i| (i * step % 31) as f32 / 16.0 - 1.0).collect()
@@ -71,7 +71,7 @@ impl Calls {
     }
 }
 
-/// Whether a child says that `work` held, within a minute; a child that hangs is killed.
+/// Whether a child process reports within a minute that `work` returned true; a child that hangs is killed.
 fn in_a_child(work: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child runs `work` and ends without returning to the test's harness.
     let child = unsafe { libc::fork() };
@@ -127,7 +127,8 @@ fn a_child_may_open_drop_and_ask_a_backend_of_its_parent() {
     }));
 }
 
-/// Threads of the parent hold the locks that they hold, at any moment, when it forks.
+/// A child that is forked during its parent's calls computes too: the parent's threads may hold any of their locks
+/// at the fork.
 #[test]
 fn a_child_that_is_forked_amid_its_parents_calls_computes_too() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! Laws that hold to the bit, for every instruction set.
+//! Laws that hold bit for bit, for every instruction set.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -51,7 +51,7 @@ fn threads_and_blocks_of_queries_change_no_bit() {
         assert!(one.o.bytes == other.o.bytes && one.lse == other.lse, "{isa} forward");
 
         let problem = BwdProblem::new(inputs.problem.clone());
-        // Two kv heads: one thread takes heads whole, five take tiles of keys and of queries.
+        // Two kv heads: one thread computes whole heads, five threads compute tiles of keys and of queries.
         let one = run_bwd(&backend(isa, 1), &inputs, problem.clone(), None);
         let five = run_bwd(&backend(isa, 5), &inputs, problem.clone(), None);
         assert!(one == five, "{isa} backward");
@@ -99,7 +99,7 @@ fn a_sequence_does_not_depend_on_its_neighbours() {
 
 #[test]
 fn col_major_v_is_row_major_v() {
-    // Three queries are taken in rows, by one thread of both heads together.
+    // Three queries use the row path, in which one thread computes both heads together.
     for (isa, seqlen_q) in available().flat_map(|isa| [(isa, 50), (isa, 3)]) {
         let inputs = Inputs::random(problem(DType::F16, dims(2, seqlen_q, 140, (2, 2))), &[], 6);
         let mut column = inputs.clone();
@@ -138,7 +138,7 @@ fn gqa_is_mha_with_repeated_keys() {
     }
 }
 
-/// The rows of O that a value placed at (row, column 0) of one operand reaches.
+/// The rows of O that change when one value is placed at (row, column 0) of one operand.
 fn rows_reached(backend: &Device, inputs: &Inputs, poison: impl Fn(&mut Inputs)) -> Vec<bool> {
     let mut poisoned = inputs.clone();
     poison(&mut poisoned);
@@ -177,7 +177,7 @@ fn nan_reaches_only_the_gradients_that_it_touches() {
             let mut problem = problem(DType::F32, dims(1, 60, 60, (1, 1)));
             problem.mask = "t".parse().unwrap();
             let mut inputs = Inputs::random(problem, &[], 9);
-            // Query 20 sees keys 0..=20: dK and dV of those, and dQ of itself, are touched.
+            // Query 20 sees keys 0..=20: a NaN there changes dK and dV of those keys, and dQ of the query itself.
             inputs.q.set(0, 20, 0, 3, f64::NAN);
             let backward = BwdProblem::new(inputs.problem.clone());
             let gradients = run_bwd(&backend(isa, threads), &inputs, backward.clone(), None);
@@ -194,7 +194,8 @@ fn nan_reaches_only_the_gradients_that_it_touches() {
     }
 }
 
-/// The slope of a hidden score's cap is no number where the score is none: it must not meet a P of 0.
+/// Under a soft-cap, too, hidden pairs reach no gradient: the cap's derivative at a hidden NaN score is NaN, and
+/// must not be multiplied by P = 0.
 #[test]
 fn under_a_soft_cap_too_what_the_mask_hides_reaches_no_gradient() {
     for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 5)]) {
@@ -211,7 +212,7 @@ fn under_a_soft_cap_too_what_the_mask_hides_reaches_no_gradient() {
                 let at = |i, d| strides.offset(0, i, 0, d) as usize * 4;
                 (0..count).map(|i| (0..dim).map(|d| DType::F32.read(&bytes[at(i, d)..])).collect()).collect()
             };
-            // Infinite queries too: of rows that see keys, and of rows that see none.
+            // Infinite queries are placed too: in rows that see keys, and in rows that see none.
             let places = [0, 1, 5, 18, 19, 30].map(|row| [(true, row), (false, row)]).into_iter().flatten();
             for (in_q, row) in places.filter(|&(in_q, row)| row < if in_q { seqlen_q } else { seqlen_k }) {
                 let mut poisoned = inputs.clone();
@@ -273,7 +274,7 @@ fn combined_halves_are_the_whole() {
             run_fwd(&backend, &part, &PlanOptions::default())
         };
         let (left, right) = (half(0, 77), half(77, 123));
-        // A part that saw nothing is neutral, whatever its O holds.
+        // A part without visible keys is neutral, whatever its O holds.
         let empty_o = Tensor::poisoned(DType::F32, whole.problem.strides.o, whole.problem.shape_o());
         let empty_lse = vec![f32::NEG_INFINITY; left.lse.len()];
         let rows = Shape { batch: 2, seq: 40, head: 2, dim: 24 };
@@ -298,7 +299,7 @@ fn combined_halves_are_the_whole() {
     }
 }
 
-/// Copy of the inputs with an f32 bias for each head in place of the mask and the bias.
+/// Copy of the inputs with an f32 bias for each head, which replaces the mask and the bias.
 fn biased(inputs: &Inputs, value: impl Fn(u32, u32, u32) -> f64) -> Inputs {
     let mut with = inputs.clone();
     let broadcast = BiasBroadcast::OneHead;
@@ -328,8 +329,8 @@ fn have_the_same_bits(backend: &Device, one: &Inputs, other: &Inputs, what: &str
     assert!(a.dv == b.dv, "{what}: dV");
 }
 
-/// More than a tile of queries and of keys: what a tile hides in part is computed as what it shows, and costs a row no
-/// other sum.
+/// A mask equals a bias of -inf for its hidden pairs, in more than one tile of queries and of keys: partly masked
+/// tiles are computed like unmasked ones, and give no row another sum.
 #[test]
 fn a_mask_is_a_bias_of_minus_infinity_where_it_hides() {
     for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 3)]) {
@@ -345,7 +346,7 @@ fn a_mask_is_a_bias_of_minus_infinity_where_it_hides() {
     }
 }
 
-/// Powers of two, so that a slope times a distance is exact.
+/// ALiBi equals a bias of slopes times distances. Slopes are powers of two, so that the products are exact.
 #[test]
 fn alibi_is_a_bias_of_slopes_times_distances() {
     for isa in available() {
@@ -372,7 +373,7 @@ fn what_a_nan_does_not_touch_keeps_its_value() {
         clean.problem.mask = "t".parse().unwrap();
         let backward = BwdProblem::new(clean.problem.clone());
         let mut poisoned = clean.clone();
-        // A query's NaN reaches the gradients of keys up to its own position.
+        // The NaN of a query reaches the gradients of keys up to its own position.
         poisoned.q.set(0, 100, 0, 3, f64::NAN);
         let [wanted, found] = [&clean, &poisoned].map(|of| run_bwd(&backend, of, backward.clone(), None));
         for (name, wanted, found, strides, dim) in
@@ -390,7 +391,8 @@ fn what_a_nan_does_not_touch_keeps_its_value() {
     }
 }
 
-/// The query sees nothing: all its scores are minus infinity, whether it is infinite itself or only so large.
+/// An infinite column of queries leaves the other column's results unchanged. The query sees no key: all its scores
+/// are minus infinity, whether it is infinite or only very large.
 #[test]
 fn an_infinite_column_of_queries_leaves_the_other_columns_of_dk_their_bits() {
     for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 5)]) {
@@ -416,7 +418,8 @@ fn an_infinite_column_of_queries_leaves_the_other_columns_of_dk_their_bits() {
     }
 }
 
-/// dBias has rows with a stride larger than their length, and longer than a tile.
+/// Nothing is written outside the rows of dBias, whose stride is larger than their length, and which are longer
+/// than a tile.
 #[test]
 fn nothing_is_written_beside_the_rows_of_dbias() {
     for isa in available() {
@@ -561,8 +564,8 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     let maker = backend(Isa::Portable, 1);
     let plan = maker.plan_fwd(&problem, &PlanOptions::default().tile(tile)).unwrap();
     let mut args = fmha_core::FwdArgs::new(q, q, q, DevSliceMut::host(&mut o));
-    // Streams of devices with another instruction set, where this tile would write outside its buffers, and
-    // of another device with the same configuration.
+    // Streams of other devices: with another instruction set, where this tile would write outside its buffers, and
+    // with an equal configuration.
     let others = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(|isa| backend(isa, 1));
     for other in others {
         let error = plan.run(&mut args, &other.default_stream()).unwrap_err().to_string();
@@ -592,7 +595,7 @@ fn a_product_beyond_f32_is_right_or_an_infinity_whatever_the_scale() {
             }
             inputs.k.set(0, far_key, 0, 0, sign * 2f64.powi(64));
             let ran = run_fwd(&backend(isa, 2), &inputs, &PlanOptions::default());
-            // The scale is so small that all other products vanish.
+            // The scale is so small that all other products become 0.
             let of = |far_weight: f64, d: u32| {
                 let weight = |j: u32| if j == far_key { far_weight } else { 1.0 };
                 let sum: f64 = (0..6).map(weight).sum();

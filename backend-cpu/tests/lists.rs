@@ -1,5 +1,5 @@
-//! Lists of keys by every instruction set that this processor has: the battery's cases. The baseline's vectors have
-//! them in the crate's own tests.
+//! Lists of keys with every instruction set of this processor: the battery's cases. The crate's own tests run them
+//! with the baseline's vectors.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,10 +9,11 @@ use fmha_conformance::run::Options;
 use fmha_core::Device;
 use fmha_cpu::{Config, CpuBackend, Isa};
 
-/// Sets of AVX-512 share these kernels: one of them stands for all.
+/// Instruction sets to test. The sets of AVX-512 share these kernels, so one of them represents all.
 const SETS: [Isa; 3] = [Isa::Neon, Isa::Avx2, Isa::Avx512];
 
-/// Cases of the family for each that runs beside the battery, which has all of them on the processor's best set.
+/// Number of parts into which the cases are divided. Each set runs one part, since the battery runs all cases on
+/// the processor's best set.
 const PARTS: usize = 4;
 
 #[test]
@@ -26,7 +27,7 @@ fn every_set_keeps_the_contract_over_lists_of_keys_in_the_other_cases() {
     keep_the_contract(|at| !at.is_multiple_of(PARTS));
 }
 
-/// Runs the cases whose places in the family `takes` names.
+/// Runs the cases whose index in the family `takes` accepts.
 fn keep_the_contract(takes: fn(usize) -> bool) {
     let mut family = all();
     family.retain(|case| case.name.starts_with("lists/"));

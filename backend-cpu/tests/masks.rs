@@ -1,5 +1,5 @@
-//! Masks as data: what the battery's cases do not hold. Lists in any order, the checking mode of a plan, what
-//! is refused.
+//! Masks as data: properties beyond the battery's cases, namely lists in any order, the checking mode of a plan,
+//! and refusals.
 
 #![allow(clippy::unwrap_used)]
 

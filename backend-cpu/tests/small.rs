@@ -1,5 +1,5 @@
-//! Small outputs of forward: each row's and each head's greatest score, and each key's sum of probabilities, of drawn
-//! calls beside float64, for every instruction set.
+//! Small outputs of the forward (each row's and each head's greatest score, and each key's sum of probabilities)
+//! for random calls, compared with float64, for every instruction set.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod support;
@@ -17,7 +17,7 @@ fn backend(isa: Isa, threads: usize) -> Device {
     Device::new(CpuBackend::with(Config { threads: Some(threads), isa: Some(isa) }).unwrap())
 }
 
-/// A drawn problem, its lengths, and the endpoints of its intervals, of which there may be none.
+/// A random problem, its lengths, and the endpoints of its intervals, if any.
 fn drawn(seed: u64) -> (FwdProblem, Vec<Lengths>, Vec<i32>) {
     let mut random = Random(seed);
     let mut below = |n: u64| (random.next() % n) as u32;

@@ -1,4 +1,4 @@
-//! The driver, in the few calls that attention needs: none is made before [`open`] has found the library.
+//! The CUDA driver, with only the calls that attention needs; none is made before [`open`] has found the library.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
@@ -62,7 +62,7 @@ pub(crate) struct Device {
     handle: sys::DeviceHandle,
     /// Properties of the device, from the driver.
     pub(crate) info: DeviceInfo,
-    /// The version of CUDA that the driver is for.
+    /// The newest version of CUDA that the driver supports.
     pub(crate) driver_version: (i32, i32),
 }
 
@@ -74,7 +74,7 @@ unsafe impl Sync for Device {}
 /// Opens the driver, the test double (`emulated`) or the real one, and device `ordinal`.
 ///
 /// # Errors
-/// [`Error::NoDevice`] where there is no driver library or no such device; what the driver said.
+/// [`Error::NoDevice`] if there is no driver library or no such device; what the driver said.
 pub(crate) fn open(ordinal: usize, emulated: bool) -> Result<Device> {
     sys::load().map_err(|said| Error::NoDevice(format!("no CUDA driver on the loader's path: {said}")))?;
     if let Err(error) = call!(cuInit(0)) {
@@ -127,7 +127,8 @@ impl Drop for Device {
     }
 }
 
-/// A device's context is this thread's until this is dropped; then the caller's own is again.
+/// The device's context is current in this thread while this value lives; dropping it makes the caller's context
+/// current again.
 #[must_use = "the context is the caller's again at once"]
 pub(crate) struct Entered {
     /// Context of the caller; `None` if the device's own was current.
@@ -144,7 +145,7 @@ impl Drop for Entered {
 }
 
 impl Device {
-    /// Makes the device's context this thread's for as long as the answer lives.
+    /// Makes the device's context current in this thread while the returned value lives.
     pub(crate) fn enter(&self) -> Result<Entered> {
         let mut current = std::ptr::null_mut();
         call!(cuCtxGetCurrent(&raw mut current))?;
@@ -161,7 +162,7 @@ impl Device {
     /// What the driver said of the image, or that it has no such kernel.
     pub(crate) fn load(self: &Arc<Self>, image: &[u8], kernel: &str, smem_bytes: u32) -> Result<Kernel> {
         let _entered = self.enter()?;
-        // PTX is a C string to the driver; a cubin may be followed by anything.
+        // The driver reads PTX as a C string, so a NUL is appended; a cubin ignores bytes after its end.
         let mut terminated = image.to_vec();
         terminated.push(0);
         let mut module = std::ptr::null_mut();
@@ -197,18 +198,17 @@ impl Drop for Kernel {
             let _entered = self.device.enter()?;
             call!(cuModuleUnload(self.module))
         };
-        // A module that cannot be unloaded is the driver's to clean up.
+        // A failure to unload is ignored: the driver frees the module with its context.
         let _: Result<()> = unload();
     }
 }
 
 impl Kernel {
-    /// Queues the kernel in the calling thread's context. A run has entered the context for all of its
-    /// launches.
+    /// Queues the kernel in the calling thread's context, which a run enters once for all its launches.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of the right types, and the device memory
-    /// that they name is as large as the kernel's contract asks for.
+    /// `arguments` point to the kernel's parameters, in order and of the right types, and the device memory that
+    /// they point to is as large as the kernel's contract requires.
     pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         let mut dependent = sys::LaunchAttribute {
             id: sys::LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -233,7 +233,7 @@ impl Kernel {
     }
 }
 
-/// Swizzle as wide as a row of the box.
+/// Swizzle mode whose span equals a row of the box.
 fn swizzle<const AXES: usize, const STRIDES: usize>(facts: &TensorMapFacts<AXES, STRIDES>) -> c_int {
     match facts.row_bytes() {
         32 => sys::tensor_map::SWIZZLE_32B,

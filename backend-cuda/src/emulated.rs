@@ -1,4 +1,4 @@
-//! The emulated device: a test double of the driver's library, put in the real one's place.
+//! The emulated device: a test double of the driver's library that replaces the real one.
 //!
 //! The double is opened by path and has the soname of the driver, so a later search of the loader for the
 //! driver, as in `driver::sys`, finds the double. A process has one driver: it cannot use a real device and
@@ -19,13 +19,14 @@ const DRIVER: Double = Double { file: "libfmha_emu_libcuda.so", package: "fmha-e
 /// The double that this process runs on, and its architecture.
 static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
 
-/// Puts the double for `arch` in the driver's place. Must come before the driver's first use.
+/// Loads the double for `arch` instead of the driver, before the driver's first use.
 ///
 /// # Errors
-/// [`Error::NoDevice`] for an architecture that is not known, where the double's file is not found or does not open;
+/// [`Error::NoDevice`] for an unknown architecture, or if the double's file is not found or does not open;
 /// [`Error::Problem`] if this process emulates another architecture already.
 pub(crate) fn install(arch: &str) -> Result<()> {
-    // Names are checked before the double is looked for, which may build it: one a device, `sm_90` for `sm_90a` too.
+    // Names are checked before the search for the double, which may build it. Each emulated device has a name;
+    // `sm_90` also stands for `sm_90a`.
     for name in arch.split(',') {
         let stated = |name: &str| DeviceFacts::stated(name).map(drop);
         stated(name).or_else(|refused| stated(&format!("{name}a")).map_err(|_| refused))?;
@@ -56,7 +57,7 @@ pub(crate) fn install(arch: &str) -> Result<()> {
     Err(ProblemError::new("emulate", text).into())
 }
 
-/// Opens a library whose functions every later one finds by name.
+/// Opens a library with global visibility: libraries opened later find its functions by name.
 ///
 /// # Safety
 /// Its initialisers may run in this process.

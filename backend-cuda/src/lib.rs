@@ -1,9 +1,9 @@
-//! The CUDA backend of `fmha`: finds the driver and NVRTC at run time, and has recipes for NVIDIA's devices.
+//! The CUDA backend of `fmha`: finds the driver and NVRTC at run time, and brings the recipes for NVIDIA's devices.
 //!
-//! [`open`] takes a device of the machine, or an emulated one; [`pretend`] plans and compiles for an
-//! architecture without any. Kernels and the recipes that choose them are `fmha-kernels-cuda`'s; `kernels` is
-//! the seat that they have here. The driver's functions are called in `driver` alone. All else is
-//! `fmha-gpu`'s. [`own`] compiles and launches a caller's own kernels.
+//! [`open`] opens a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
+//! without a device. Kernels and the recipes that choose them are `fmha-kernels-cuda`'s; `kernels` is the seat that
+//! they have here. The driver's functions are called in `driver` alone. All else is `fmha-gpu`'s. [`own`] compiles
+//! and launches a caller's own kernels.
 
 mod driver;
 mod emulated;
@@ -32,8 +32,8 @@ use kernels::Cuda;
 /// device of that architecture, on which kernels are interpreted.
 ///
 /// # Errors
-/// [`Error::NoDevice`] where there is no driver or no such device, or no double; what the driver
-/// said; a bundle of `FMHA_BUNDLE` that is not whole.
+/// [`Error::NoDevice`] if there is no driver, no such device, or no double; what the driver said; a bundle of
+/// `FMHA_BUNDLE` that is not whole.
 pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
     let emulated = match emulate {
         Some(arch) => {
@@ -58,20 +58,19 @@ pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
     backend(name, facts, Some(device)).map(Device::new)
 }
 
-/// No device: plans, and compiles where there is a compiler, for `arch` (`sm_90a`, with an H200's
-/// numbers); runs nothing.
+/// Makes a backend without a device: it plans, and compiles if there is a compiler, for `arch` (`sm_90a`, with an
+/// H200's numbers), and runs nothing.
 ///
 /// # Errors
-/// [`Error::NoDevice`] for an architecture that it has no numbers of; a bundle of `FMHA_BUNDLE`
-/// that is not whole.
+/// [`Error::NoDevice`] for an architecture without known numbers; a bundle of `FMHA_BUNDLE` that is not whole.
 pub fn pretend(arch: &str) -> Result<Device> {
     let facts = DeviceFacts::stated(arch)?;
     backend(format!("cuda ({arch}, no device)"), facts, None).map(Device::new)
 }
 
 fn backend(name: String, facts: DeviceFacts, device: Option<Arc<driver::Device>>) -> Result<Backend<Cuda>> {
-    // Source lines for profilers and for the interpreter's reports: the code stays the same, and so a
-    // bundle's kernel serves both.
+    // Source lines serve profilers and the interpreter's reports. They leave the code unchanged, so a bundle's
+    // kernels serve with or without them.
     let flags = COMPILE_OPTIONS.iter().chain(&["-lineinfo"]).map(|&flag| flag.to_owned()).collect();
     // The double of the driver reads PTX and no machine code.
     let interprets = device.as_ref().is_some_and(|device| device.emulated);
@@ -81,7 +80,7 @@ fn backend(name: String, facts: DeviceFacts, device: Option<Arc<driver::Device>>
     Backend::new(name, facts, nvrtc, device, (flags, image))
 }
 
-/// The compiler for an architecture, as new as the driver takes.
+/// The compiler for an architecture: the first one found whose output the driver accepts.
 struct Nvrtc {
     arch: String,
     driver: Option<(i32, i32)>,

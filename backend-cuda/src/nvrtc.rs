@@ -1,8 +1,8 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
-//! The first library that is found (`search.rs`) and whose machine code the driver accepts is used. Its
-//! companion `libnvrtc-builtins`, if it lies next to it, is opened first by path: NVRTC 13.0 searches the
-//! loader's path alone.
+//! The first library that is found (`search.rs`) and whose machine code the driver accepts is used. A
+//! `libnvrtc-builtins` next to the library is opened first, by path, since NVRTC 13.0 itself searches only the
+//! loader's path.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ pub struct Nvrtc {
     ptx: Output,
     /// Version of NVRTC.
     pub version: Version,
-    /// Architectures that this NVRTC compiles for, such as `90`; empty if it does not say.
+    /// Architectures that this NVRTC compiles for, such as `90`; empty if the library cannot list them.
     archs: Vec<i32>,
     /// Path of the library.
     pub path: PathBuf,
@@ -64,22 +64,22 @@ pub type Version = (i32, i32);
 /// The first compiler that is found.
 ///
 /// # Errors
-/// [`Error::NoDevice`] with every place that was looked at.
+/// [`Error::NoDevice`] with every place searched.
 pub fn nvrtc() -> Result<&'static Nvrtc> {
     first(|_| Ok(()))
 }
 
-/// The first compiler that knows `arch` (`sm_90a`) and whose machine code a driver of this version of
-/// CUDA takes: any, where there is no driver. The one that `FMHA_NVRTC` names is taken as it is.
+/// The first compiler that supports `arch` (`sm_90a`) and whose machine code a driver of this CUDA version accepts;
+/// without a driver every version does. The library that `FMHA_NVRTC` names is used without these checks.
 ///
 /// # Errors
-/// [`Error::NoDevice`] with every place that was looked at, and why what is there does not serve.
+/// [`Error::NoDevice`] with every place searched, and why each library there was rejected.
 pub fn suiting(arch: &str, driver: Option<Version>) -> Result<&'static Nvrtc> {
     let named = env::NVRTC.get()?.is_some();
     first(|nvrtc| if named { Ok(()) } else { suits(nvrtc.version, &nvrtc.archs, arch, driver) })
 }
 
-/// A driver takes machine code of its own major version and of those before it, whatever the minor
+/// Whether a driver accepts a compiler's machine code: of its own major version and of earlier ones, with any minor
 /// version (CUDA Compatibility, "Minor Version Compatibility").
 fn suits(
     version: Version,
@@ -104,7 +104,7 @@ fn suits(
 /// Result of opening a library.
 type Opened = std::result::Result<&'static Nvrtc, String>;
 
-/// The first compiler that `serves`. A library is opened once, and stays.
+/// The first compiler for which `serves` succeeds. A library is opened once, and stays open.
 fn first(serves: impl Fn(&Nvrtc) -> std::result::Result<(), String>) -> Result<&'static Nvrtc> {
     static OPENED: Mutex<Vec<(PathBuf, Opened)>> = Mutex::new(Vec::new());
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -174,10 +174,11 @@ fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
     }
 }
 
-/// The architectures that a library says it knows; NVRTC has these calls since 11.2.
+/// The architectures that a library lists; NVRTC has these calls since 11.2.
 ///
 /// # Safety
-/// They are nvrtc.h's: how many there are, and their numbers in an array of as many.
+/// The two functions are those of nvrtc.h: the number of architectures, and the architectures in an array of that
+/// length.
 unsafe fn archs(
     count: Option<unsafe extern "C" fn(*mut c_int) -> Status>,
     get: Option<unsafe extern "C" fn(*mut c_int) -> Status>,
@@ -207,8 +208,8 @@ fn builtins_beside(path: &Path) -> Option<Library> {
 const OWN_FLAGS: [&str; 1] = ["--ptxas-options=-v"];
 
 impl Compiler for Nvrtc {
-    /// Name of the compiler: two numbers of the version, and the size of the file, which differs between
-    /// builds of one version.
+    /// Name of the compiler: its version in two numbers, and the size of its file, which differs between builds of
+    /// one version.
     fn identity(&self) -> String {
         let (major, minor) = self.version;
         match std::fs::metadata(&self.path) {
@@ -242,14 +243,15 @@ fn resources(log: &str) -> ResourceUsage {
         registers,
         spill_bytes: stores.max(loads),
         stack_bytes: before(" bytes stack frame"),
-        // ptxas does not mention shared memory where there is none.
+        // The log of ptxas has no entry for shared memory if the kernel uses none.
         shared_bytes: before(" bytes smem").or(registers.map(|_| 0)),
     }
 }
 
 impl Nvrtc {
-    /// The log as `Err`. A kernel of which ptxas says that it spills, that wgmma is serialised or setmaxnreg
-    /// ignored is slower, and right: the log, which a plan's explanation quotes, has the words.
+    /// Compiles; a failure returns the log as `Err`. If ptxas reports spills, serialised wgmma or an ignored
+    /// setmaxnreg, the kernel is correct but slower: the log then has these remarks, and a plan's explanation
+    /// quotes them.
     fn run(&self, job: &KernelJob) -> std::result::Result<CompilerOutput, String> {
         let source = &job.source;
         let text = |text: &str| CString::new(text).map_err(|error| error.to_string());

@@ -1,4 +1,4 @@
-//! A caller's own kernels: compiled by the library's NVRTC, kept in its cache, launched on its device. For
+//! A caller's own kernels: compiled by the library's NVRTC, stored in its cache, launched on its device. For
 //! examples and measurements. The arguments of a kernel are not checked.
 
 use std::ffi::c_void;
@@ -19,7 +19,7 @@ use crate::{driver, emulated, nvrtc};
 
 pub use fmha_kernels_cuda::tma::TensorMap;
 
-/// A device that a caller's kernels are compiled for and launched on.
+/// A device for which a caller's kernels are compiled and on which they are launched.
 pub struct OwnKernels {
     device: Arc<Device>,
     arch: String,
@@ -34,7 +34,7 @@ pub struct OwnKernel {
     pub resources: ResourceUsage,
 }
 
-/// A tensor of four axes, as TMA is to see it; axis 0 lies without gaps.
+/// A tensor of four axes with the box that TMA copies; axis 0 is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorBox {
     /// f16 or bf16.
@@ -45,12 +45,13 @@ pub struct TensorBox {
     pub dims: [u64; 4],
     /// Strides in bytes, from axis 1: multiples of 16.
     pub strides_bytes: [u64; 3],
-    /// Elements of a box, from axis 0, at most 256; of axis 0 32, 64 or 128 bytes, which are swizzled.
+    /// Extents of the box in elements, from axis 0 on, each at most 256. Axis 0 has 32, 64 or 128 bytes, the span
+    /// of the swizzle.
     pub box_dims: [u32; 4],
 }
 
 impl OwnKernels {
-    /// Device `ordinal`, or with `emulate` the double of that architecture, as [`open`](crate::open) takes them.
+    /// Opens device `ordinal`, or with `emulate` the double of that architecture, as [`open`](crate::open) does.
     ///
     /// # Errors
     /// As [`open`](crate::open).
@@ -63,7 +64,7 @@ impl OwnKernels {
         Ok(Self { device, arch, cache: Cache::from_env()? })
     }
 
-    /// The architecture that kernels are compiled for, as `sm_90a`.
+    /// The architecture for which kernels are compiled, such as `sm_90a`.
     #[must_use]
     pub fn arch(&self) -> &str {
         &self.arch
@@ -75,7 +76,7 @@ impl OwnKernels {
         self.device.info.smem_bytes
     }
 
-    /// Compiles a source, or finds it compiled, to be launched with `threads` to a CTA and `smem_bytes` of
+    /// Compiles a source, or finds it in the cache, to be launched with `threads` per CTA and `smem_bytes` of
     /// dynamic shared memory.
     ///
     /// # Errors
@@ -122,11 +123,11 @@ impl OwnKernels {
         TensorMapFacts { name, dtype, address, dims, strides_bytes, box_dims }.encode::<Device>()
     }
 
-    /// Queues `ctas` of a kernel.
+    /// Queues a launch of `ctas` CTAs of a kernel.
     ///
     /// # Safety
-    /// The kernel and the stream are this device's. `arguments` point to the kernel's parameters, in order and of their
-    /// types, and the kernel keeps to memory that lives until the stream has come past it.
+    /// The kernel and the stream are this device's. `arguments` point to the kernel's parameters, in order and of
+    /// their types, and the kernel accesses only memory that lives until the launch has completed.
     ///
     /// # Errors
     /// What the driver said.

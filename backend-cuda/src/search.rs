@@ -1,6 +1,6 @@
-//! Search for NVIDIA's libraries that no driver brings: in `CUDA_HOME`, in the `nvidia` packages of PyTorch's
-//! wheels (of the virtual environment, of each Python on the path, of the user and the system), and last on
-//! the loader's path. `FMHA_NVRTC` is NVRTC's path.
+//! Search for NVIDIA's libraries that do not come with the driver: in `CUDA_HOME`, in the `nvidia` packages of
+//! PyTorch's wheels (of the virtual environment, of each Python on the path, of the user and the system), and last
+//! on the loader's path. `FMHA_NVRTC` sets NVRTC's path.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use fmha_core::error::Result;
 /// NVRTC's names, the newest first.
 const NVRTC: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
-/// Every place to look at for NVRTC, in that order.
+/// Every place to search for NVRTC, in the order above.
 ///
 /// # Errors
 /// A value of `FMHA_NVRTC` that is not UTF-8.
@@ -23,13 +23,13 @@ pub(crate) fn nvrtc() -> Result<Vec<PathBuf>> {
     Ok(libraries(&NVRTC))
 }
 
-/// A library's places by its names, the newest first: of installations, then the loader's path.
+/// Paths of a library by its names, the newest first: in installations, then on the loader's path.
 pub(crate) fn libraries(names: &[&str]) -> Vec<PathBuf> {
     let found = installed(names, &|name| std::env::var_os(name), Path::new("/"));
     found.into_iter().chain(names.iter().map(PathBuf::from)).collect()
 }
 
-/// The libraries that lie in the places where toolkits and Python packages put them, below the file system's `root`.
+/// Paths of the libraries below the file system's `root` where toolkits and Python packages install them.
 fn installed(names: &[&str], variable: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for name in ["CUDA_HOME", "CUDA_PATH"] {
@@ -52,11 +52,11 @@ fn installed(names: &[&str], variable: &dyn Fn(&str) -> Option<OsString>, root: 
     found
 }
 
-/// The installations of Python that a program started here would most likely mean, in that order. No Python is run.
+/// The Python installations that a program started here would most likely use, in that order. No Python is run.
 fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
     let mut prefixes: Vec<PathBuf> =
         ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable).map(PathBuf::from).collect();
-    // An environment that is used without being activated has its Python on the path alone.
+    // An environment that is used without activation is found by the Python on the path alone.
     let path = variable("PATH").unwrap_or_default();
     let with_python = std::env::split_paths(&path).filter(|folder| folder.join("python3").exists());
     prefixes.extend(with_python.filter_map(|folder| folder.parent().map(Path::to_owned)));
@@ -77,7 +77,7 @@ fn site_folders(prefix: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// `nvidia/cu13/lib`, `nvidia/cuda_nvrtc/lib`: each package of the vendor's has a folder of libraries.
+/// Library folders of the vendor's packages, such as `nvidia/cu13/lib` and `nvidia/cuda_nvrtc/lib`.
 fn packages(site: &Path) -> Vec<PathBuf> {
     subfolders(&site.join("nvidia")).into_iter().map(|package| package.join("lib")).collect()
 }
@@ -100,7 +100,7 @@ mod tests {
         assert!(!places.is_empty() && places.iter().all(|path| !path.as_os_str().is_empty()));
     }
 
-    /// A file below `root`, with the folders on its way.
+    /// Creates a file below `root`, with its folders.
     fn put(root: &Path, name: &str) -> PathBuf {
         let path = root.join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();

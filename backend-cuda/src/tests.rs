@@ -91,7 +91,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
         assert_eq!(backward.is_ok_and(|knobs| knobs.contains(&"edges_apart")), arch == "sm_90a");
     }
 
-    // Measured tiles serve the kernel's own choice, whatever fields the options set.
+    // Measured tiles replace the kernel's own choice, whatever fields the options set.
     let hopper = pretend("sm_90a");
     let set = options.clone().tile([("block_m", "240")]);
     let of = |options| hopper.default_tile(AnyProblem::Backward(&bwd), options).unwrap();
@@ -99,7 +99,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     assert_eq!(of(&set), of(&options));
     assert!(hopper.plan_bwd(&bwd, &set).is_err());
 
-    // A head dimension that no kernel with tiles takes.
+    // A head dimension that no kernel with tiles supports.
     let wide = Dims { head_dim_qk: 584, ..DIMS };
     let wide = FwdProblem::batch(DType::Bf16, wide).validate().unwrap();
     for arch in ["sm_90a", "sm_100a"] {

@@ -1,6 +1,6 @@
-//! Kernels that wait for keys which come while they run, on the test double of the driver: with all flags set
-//! their bits are those of the kernels that do not wait, and of a flag that is never set they say so and end.
-//! Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+//! Kernels that wait for keys which arrive while they run, on the test double of the driver. With all flags set,
+//! their results equal those of kernels that do not wait; if a flag is never set, they report it and end. Needs
+//! NVRTC; without it a test says `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -39,7 +39,7 @@ fn numbers(bytes: &[u8]) -> Vec<u32> {
 
 const QUERIES: u32 = 130;
 const KEYS: u32 = 400;
-/// A piece ends inside a block of keys, and one at a block's end.
+/// Ends of the pieces: one inside a block of keys, one at a block's end.
 const ENDS: [u32; 3] = [100, 256, KEYS];
 
 fn problem(arrivals: u32) -> FwdProblem {
@@ -65,10 +65,10 @@ fn noise(device: &Device, seed: u64, rows: u32, heads: u32) -> DevBuffer {
     uploaded(device, bytemuck::cast_slice(&elems))
 }
 
-/// O and LSE; the flags afterwards. `None`: all keys are there.
+/// Runs a forward; returns O and LSE, and the flags afterwards. `None` for flags: all keys are there before.
 fn forward(device: &Device, flags: Option<([u32; 4], u64)>) -> ([Vec<u8>; 2], Vec<u32>) {
     let arrivals = if flags.is_some() { 3 } else { 0 };
-    // The plan without flags does not split the keys for so few queries.
+    // Tile options prevent the plan without flags from splitting the keys of so few queries.
     let options = PlanOptions::default().kernel("sm90").tile([("split_keys", "0")]);
     let plan = device.plan_fwd(&problem(arrivals).validate().unwrap(), &options).unwrap();
     let (q, k, v) = (noise(device, 1, QUERIES, 2), noise(device, 2, KEYS, 1), noise(device, 3, KEYS, 1));
@@ -134,7 +134,7 @@ fn a_piece_that_does_not_come_is_named_within_the_timeout() {
     let Some(device) = device() else { return };
     let (_, after) = forward(&device, Some(([1, 0, 1, 0], 0)));
     assert_eq!(after, [1, 0, 1, 2]);
-    // A call whose last word tells it to stop waiting waits for nothing.
+    // A call whose last word is set, which tells every thread to stop waiting, does not wait.
     let (_, after) = forward(&device, Some(([0, 0, 0, 9], 0)));
     assert_eq!(after, [0, 0, 0, 9]);
 }
@@ -147,7 +147,7 @@ fn kernels_that_do_not_wait_refuse_pieces_by_their_number() {
         let error = device.plan_fwd(&problem(3).validate().unwrap(), &options).unwrap_err().to_string();
         assert!(error.contains("arrivals 3: it does not wait for pieces of keys"), "{kernel}: {error}");
     }
-    // Parts of the keys are launches of another kind.
+    // Splitting keys into parts uses another kind of launch, which does not wait.
     let options = PlanOptions::default().kernel("sm90").tile([("split_keys", "128")]);
     let error = device.plan_fwd(&problem(3).validate().unwrap(), &options).unwrap_err().to_string();
     assert!(error.contains("arrivals 3"), "{error}");

@@ -1,4 +1,4 @@
-//! Backward on the test double of the driver, against the definition. Needs NVRTC; where there is none, a test says
+//! Backward on the test double of the driver, against the definition. Needs NVRTC; without it a test prints
 //! `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
@@ -59,7 +59,7 @@ fn noise(elems: u64, salt: u64) -> Vec<bf16> {
 }
 
 impl Host {
-    /// `spoil` changes Q, K, V and dO before O and LSE are made of them.
+    /// Makes random operands. `spoil` changes Q, K, V and dO before O and LSE are computed from them.
     fn new(problem: BwdProblem, packed: Packed<'_>, spoil: impl Fn([&mut [bf16]; 4])) -> Self {
         let (mut cu, mut totals) = (None, Totals::NONE);
         if !packed.lengths.is_empty() {
@@ -138,7 +138,7 @@ impl Host {
         backward(&self.problem.clone().validate().unwrap(), &args, precision).unwrap()
     }
 
-    /// dQ, dK, dV as a kernel gives them.
+    /// dQ, dK and dV as the kernel computes them.
     fn run(&self, backend: &Device, options: &PlanOptions) -> [Vec<bf16>; 3] {
         self.run_in(backend, options, bf16::NAN)
     }
@@ -153,7 +153,7 @@ impl Host {
             buffer
         };
         let tensor = |elems: &[bf16]| up(bytemuck::cast_slice(elems));
-        // Outputs hold NaN before the call, so that none of the old content can come through.
+        // Outputs hold NaN before the call, so that an element that is not written shows.
         let nan = |elems: usize| up(bytemuck::cast_slice(&vec![before; elems]));
         let (q, k, v, o, dout) =
             (tensor(&self.q), tensor(&self.k), tensor(&self.v), tensor(&self.o), tensor(&self.dout));
@@ -188,7 +188,8 @@ impl Host {
         })
     }
 
-    /// The contract's rule for gradients, over each of them; NaN where the definition has it and nowhere else.
+    /// Checks the contract's error bound for every gradient element; NaN must be exactly where the definition has
+    /// it.
     fn check(&self, got: &[Vec<bf16>; 3], what: &str) {
         let (exact, same) =
             (self.reference(Precision::Exact), self.reference(Precision::AsInput(ScoreSums::F32)));
@@ -244,7 +245,7 @@ const TILES: [&str; 4] = [
 
 #[test]
 fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
-    // Numbers of one or three bits: so half of the masks meet each of `TILES`.
+    // Mask numbers with one or three bits set: so half of the masks run with each of `TILES`.
     keep_the_rule(|n| n.count_ones() % 2 == 1);
 }
 
@@ -254,12 +255,12 @@ fn every_order_of_products_keeps_the_rule_in_the_other_order_of_sums() {
     keep_the_rule(|n| n.count_ones() % 2 == 0);
 }
 
-/// Runs mask `n` with the order of sums that is asked for.
+/// Runs every mask `n`, with deterministic sums for those that `deterministic` selects.
 fn keep_the_rule(deterministic: fn(usize) -> bool) {
     let Some(backend) = device() else { return };
     let wide = Dims { head_dim_qk: 128, head_dim_v: 72, seqlen_q: 70, ..DIMS };
     let split = Dims { head_dim_qk: 136, head_dim_v: 200, seqlen_q: 100, ..DIMS };
-    // The last two but one show no pair, or sink columns alone, though blocks touch the band.
+    // Two masks show no pair, or sink columns alone, although blocks touch the band.
     let narrow = Dims { seqlen_q: 20, ..DIMS };
     let masks = [
         ("0", DIMS),
@@ -272,7 +273,7 @@ fn keep_the_rule(deterministic: fn(usize) -> bool) {
     ];
     for (n, (mask, dims)) in masks.into_iter().enumerate() {
         let deterministic = deterministic(n);
-        // The orders are those of head dimensions up to 128.
+        // A fixed order of sums exists up to head dimension 128 for these tiles.
         let tile = if dims == split { "stages_ds=1" } else { TILES[(n + usize::from(deterministic)) % 4] };
         let host = Host::new(problem(mask, dims), Packed::default(), |_| ());
         let what = format!("mask {mask}, deterministic {deterministic}, {tile}");
@@ -303,7 +304,7 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     let packed =
         BwdProblem::new(FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true));
     for deterministic in [false, true] {
-        // The first row of the last sequence would reach the one before it, were it not made zeros there.
+        // Unless rows are zeroed, the first row of the last sequence would read into the sequence before it.
         let host = Host::new(packed.clone(), Packed { lengths: &lengths }, |[q, _, _, dout]| {
             let row = 79 * 2 * 64;
             q[row] = bf16::NAN;
@@ -314,9 +315,9 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     }
 }
 
-/// Each kv head is split into as many parts as the sequence's queries give (`num_head_parts`): one in the
-/// first sequence here, two in the second, four in the last. Beside the others, each sequence keeps the bits
-/// of its own number of parts and of the order of heads.
+/// A deterministic packed sequence has equal bits alone and beside others. Each kv head is split into a number of
+/// parts that depends on the sequence's queries (`num_head_parts`): here one in the first sequence, two in the
+/// second, four in the last.
 #[test]
 fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
     let Some(backend) = device() else { return };
@@ -333,7 +334,7 @@ fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
         let fwd = FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true);
         let host =
             Host::new(BwdProblem::new(fwd).dtype_grad(DType::F32), Packed { lengths }, |[q, k, _, _]| {
-                // Larger numbers make sums that show their order.
+                // Larger numbers make sums whose rounding depends on their order.
                 q.iter_mut().chain(k).for_each(|x| *x = bf16::from_f32(x.to_f32() * 3.0));
             });
         let options = PlanOptions::default().kernel("sm90").deterministic(true);

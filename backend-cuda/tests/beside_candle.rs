@@ -5,8 +5,8 @@
 use std::path::Path;
 use std::process::Command;
 
-/// Guards against cudarc's `dynamic-loading` among this crate's dependencies, with which cudarc's build
-/// script panics here.
+/// Checks that this crate's dependencies do not enable cudarc's `dynamic-loading`, with which cudarc's build script
+/// would panic in a program that uses candle.
 #[test]
 fn a_program_with_candles_features_of_cudarc_builds() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -15,7 +15,7 @@ fn a_program_with_candles_features_of_cudarc_builds() {
         command.args([verb, "--manifest-path"]);
         command.arg(root.join("tests/beside_candle/Cargo.toml"));
         command.env("CARGO_TARGET_DIR", root.join("target/beside_candle"));
-        // Version for cudarc, which would otherwise run an installed nvcc.
+        // Version for cudarc's build script, which would otherwise run an installed nvcc.
         command.env("CUDARC_CUDA_VERSION", "12080");
         command.output().unwrap()
     };

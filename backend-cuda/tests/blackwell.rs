@@ -16,7 +16,7 @@ use fmha_core::{
 };
 use half::bf16;
 
-/// The emulated device, or why there is none.
+/// The emulated device; `None`, with a message, if there is no NVRTC.
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     let open = || match fmha_cuda::nvrtc::nvrtc() {
@@ -95,12 +95,12 @@ fn one_token_reads_a_cache() {
     }
 }
 
-/// Parts of 256 keys, whatever the price would choose.
+/// Options for parts of 256 keys, whatever the cost model would choose.
 fn in_parts() -> PlanOptions {
     with_tile(&[("split_keys", "256"), ("shares", "0")])
 }
 
-/// A cache long enough to be read in parts of 256 keys, with masks that hide all of a part, lengths that end
+/// A cache long enough to be read in parts of 256 keys, with masks that hide all of a part, sequences that end
 /// before a part, sinks, packed heads, wider rows, and FP8. Hidden keys may hold NaN.
 #[test]
 fn a_long_cache_is_read_in_parts_that_are_merged() {
@@ -131,7 +131,7 @@ fn a_long_cache_is_read_in_parts_that_are_merged() {
     }
 }
 
-/// Parts of one length end by the sequence's own length: the bits do not change beside other sequences.
+/// A sequence that is read in parts of fixed length has equal bits alone and beside other sequences.
 #[test]
 fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     let Some(backend) = device() else { return };
@@ -159,7 +159,7 @@ fn maxima_by_the_loads_are_refused_where_loads_have_none() {
     assert!(text.contains("load_max=1") && text.contains("sm_103a"), "{text}");
 }
 
-/// O of 8 bits, times `scale_o`, also where keys are in parts.
+/// O in FP8 is multiplied by `scale_o` and rounded once, also if keys are in parts.
 #[test]
 fn o_of_8_bits_is_scaled_and_rounded_once() {
     for (tokens, keys, dim) in [(140, 150, 128), (1, 600, 128), (40, 50, 64)] {
@@ -171,7 +171,7 @@ fn o_of_8_bits_is_scaled_and_rounded_once() {
             };
             let fp8 = FwdProblem::batch(dtype_o, dims);
             let mut fp8 = fp8.clone().dtype_o(dtype_o).scale_o(true).mask(MaskSpec::CAUSAL);
-            // Rows that are no multiple of 16 bytes are stored a byte at a time.
+            // Rows whose stride is no multiple of 16 bytes are stored byte by byte.
             fp8.strides.o.seq += i64::from(tokens == 40);
             passes(&format!("{tokens} x {keys}, {dim}, {dtype_o}"), fp8);
         }
@@ -237,18 +237,18 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
         let lse = a.max(b) + ((a - a.max(b)).exp() + (b - a.max(b)).exp()).ln();
         assert!((lse - whole_lse[head * tokens as usize + token]).abs() < 1e-5, "{token}, {head}");
         let merged = o_1[at] * (a - lse).exp() + o_2[at] * (b - lse).exp();
-        // P, then O, are rounded to bf16, in the parts and in the whole; no value is larger than 1.
+        // P and then O are rounded to bf16, both in the parts and in the whole; no value exceeds 1.
         assert!((merged - expected).abs() < 4.0 / 512.0, "{at}: {merged} beside {expected}");
     }
 }
 
-/// Plans that promise batch invariance: the bits of a row depend on the row alone. One token alone and the
-/// last of many have equal bits, beside other sequences or not.
+/// Batch-invariant plans: the bits of a row depend on the row alone. One token and the last of many have equal
+/// bits, with other sequences in the batch or without.
 #[test]
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
     let invariant = sm100().batch_invariant(true);
-    // Enough keys that one token's would be split, and that all calls' are.
+    // Keys are so many that one token's would be split, and with them those of every call.
     let part = u64::from(fmha_kernels_cuda::split::FIXED_KEYS.unsigned_abs());
     for (tokens, keys) in [(130, 520), (140, part + 72)] {
         let (heads, dim) = (2, 128);
@@ -279,8 +279,8 @@ fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
     sm100().tile(words.iter().copied())
 }
 
-/// Two CTAs compute as one: rows that end in the first CTA's, in the second's, beyond one pair; blocks that one of them
-/// does not see; both layouts of V, padding that may hold NaN, 8 bits.
+/// Pairs of CTAs that compute as one: rows that end in the first CTA, in the second, and beyond one pair; blocks
+/// that one of the two does not see; both layouts of V, padding that may hold NaN, FP8.
 #[test]
 fn pairs_of_ctas_compute_as_one() {
     let Some(backend) = device() else { return };
@@ -329,7 +329,8 @@ fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
     }
 }
 
-/// Strides that TMA does not take: 8 bits, both layouts of V, packed sequences whose keys begin anywhere.
+/// Strides that TMA does not support are copied by threads: FP8, both layouts of V, packed sequences whose keys
+/// begin anywhere.
 #[test]
 fn strides_that_tma_does_not_take_are_copied() {
     for (dtype, dtype_v) in
@@ -355,7 +356,8 @@ fn strides_that_tma_does_not_take_are_copied() {
     }
 }
 
-/// Packed queries too: parts are laid out by the maximal lengths, whatever the sequences have.
+/// Packed short queries are read in parts too: parts are laid out by the maximal lengths, whatever the sequences'
+/// own.
 #[test]
 fn packed_short_queries_are_read_in_parts() {
     let Some(backend) = device() else { return };
@@ -372,8 +374,9 @@ fn packed_short_queries_are_read_in_parts() {
     }
 }
 
-/// Few tokens over pages: boxes of a page's keys, of several pages to a block and of several blocks to a page; pages
-/// whose rows make no box, and columns, are copied. Groups whose heads do not divide 128; more rows than one tile's.
+/// Few tokens over pages. TMA reads boxes of one page, of several pages for a block, and of several blocks in a
+/// page; pages whose rows form no box, and column-major V, are copied by threads. Also groups whose heads do not
+/// divide 128, and more rows than one tile has.
 #[test]
 fn tokens_read_pages_by_boxes_and_by_copies() {
     let Some(backend) = device() else { return };
@@ -390,7 +393,7 @@ fn tokens_read_pages_by_boxes_and_by_copies() {
         let paged =
             FwdProblem::new(QLayout::Batch, kv, DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
         let paged = paged.seqused_k(true);
-        // Pages in an order that is none, and one that no sequence has.
+        // The block table has pages in random order, and one page that no sequence uses.
         let of_sequence = 700_u32.div_ceil(page_size);
         let num_pages = 3 * of_sequence + 1;
         let block_table = (0..3 * of_sequence).map(|n| (n * 101 % num_pages).cast_signed()).collect();
@@ -405,7 +408,7 @@ fn tokens_read_pages_by_boxes_and_by_copies() {
     }
 }
 
-/// One check in `step` of scores and masks as code, with gradients of what they capture.
+/// Runs every `step`-th check of scores and masks as code, with gradients of captured tensors.
 fn functions(step: usize) {
     let Some(device) = device() else { return };
     run_16_bits(device, &sm100(), Gradients::Captured, step).unwrap();

@@ -1,6 +1,6 @@
-//! A process that has a bundle of the tables' kernels and no compiler, nor anything that one has made: the
-//! only test of this program, since the environment is read by all of them. The bundle's kernels are their
-//! keys alone: nothing is compiled.
+//! A process with a bundle of the tables' kernels, without a compiler and without a disk cache. This program has
+//! only one test, since all tests would share the environment. The bundle's kernels have keys but no code: nothing
+//! is compiled.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -13,7 +13,7 @@ use fmha_core::{
     ResourceUsage,
 };
 
-/// The tables' problems of one type, batch mode and LSE.
+/// Whether the problem is one of the tables' with one type, batch mode and LSE.
 fn is_asked_for(name: &str) -> bool {
     name.contains("bf16/") && name.contains("/batch/lse/")
 }
@@ -115,7 +115,7 @@ fn a_bundle_serves_calls_of_any_sizes_without_a_compiler() {
             }
         }
     }
-    // At D 64 the model of the backward has more ways of dQ than the tables' sizes call for.
+    // At D 64 the backward's cost model chooses more ways to sum dQ than the tables' sizes need.
     for (name, most, Found { lacking, plans, stand_ins }) in
         [("forward", 0, forward), ("backward", 100, backward), ("deterministic backward", 0, ordered)]
     {

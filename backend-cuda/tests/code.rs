@@ -1,5 +1,5 @@
-//! Scores and masks as code on the test double of the driver, with what they capture and gradients, against
-//! float64. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+//! Scores and masks as code on the test double of the driver, with captured tensors and gradients, against float64.
+//! Needs NVRTC; without it a test prints `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

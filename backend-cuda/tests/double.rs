@@ -1,5 +1,5 @@
-//! The backend on the test double of the driver: an emulated device that interprets the compiled
-//! kernels. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+//! The backend on the test double of the driver: an emulated device that interprets the compiled kernels. Needs
+//! NVRTC; without it a test prints `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -12,7 +12,7 @@ use fmha_core::{
     FwdPlan, FwdProblem, MaskSpec, PlanOptions, Stream, Totals,
 };
 
-/// Counts what this thread allocates. The double has an allocator of its own.
+/// Allocator that counts this thread's allocations. The double has an allocator of its own.
 struct Counting;
 
 thread_local! {
@@ -22,7 +22,7 @@ thread_local! {
 // SAFETY: the system's allocator, unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A thread that ends has no counter any more.
+        // The counter of a thread that is ending is already destroyed; its allocations are not counted.
         let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
         // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
@@ -124,7 +124,7 @@ fn a_run_allocates_nothing() {
     assert_eq!(ALLOCATIONS.get() - counts, 1, "the counter does not count");
 }
 
-/// A launch that was aborted leaves the tile counter anywhere.
+/// A run gives equal bits whatever its workspace holds: an aborted launch may leave any number in the tile counter.
 #[test]
 fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     let Some(backend) = device() else { return };
@@ -141,7 +141,8 @@ fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     }
 }
 
-/// Tensor maps of the call before are kept where nothing has moved.
+/// A plan reads each call's operands at their current addresses; tensor maps are only kept from call to call if no
+/// operand has moved.
 #[test]
 fn a_plan_reads_each_call_where_it_lies_and_each_operand_by_itself() {
     let Some(backend) = device() else { return };
@@ -183,8 +184,8 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     call.plan.run(&mut args, &maker.default_stream()).unwrap();
 }
 
-/// Offsets that decrease, go below 0, and go past the tensors' rows. Each tensor is an allocation of its
-/// own, and the device faults on an access outside all of them.
+/// Wrong offsets (decreasing, negative, beyond the tensors' rows) access nothing outside the tensors. Each tensor
+/// is an allocation of its own, and the device faults on an access outside all of them.
 #[test]
 fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() {
     let Some(backend) = device() else { return };

@@ -1,5 +1,5 @@
-//! State of the calling thread after a call of the backend, and completion of work when calls return, on the
-//! test double of the driver. No compiler is needed.
+//! State of the calling thread after a call of the backend, and whether work is done when calls return, on the test
+//! double of the driver. No compiler is needed.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
@@ -43,7 +43,7 @@ fn set_current(context: Handle) {
 fn the_threads_context_is_the_callers_again_after_each_call() {
     let backend = device();
     let memory = backend.memory();
-    // Context of the caller: none, and another device's.
+    // The caller's current context: none, or another device's.
     for callers in [0, 0xabc0] {
         set_current(callers);
         let still = |what: &str| assert_eq!(current(), callers, "after {what}");
@@ -106,7 +106,7 @@ fn a_buffer_is_made_zeros_to_its_last_byte() {
     assert!(refused.contains("host memory"), "{refused}");
 }
 
-/// New device memory does not show what other processes have left there.
+/// New device memory is zeroed, so it does not show data of other processes, and scratch is not read.
 #[test]
 fn new_memory_is_zeros_and_scratch_is_not_read() {
     let backend = device();

@@ -12,7 +12,7 @@ use fmha_core::{
 };
 use fmha_cuda::emulated_launches;
 
-/// The emulated device, for one test at a time: the double reports the launches of all tests.
+/// The emulated device, for one test at a time, because the double's list of launches is shared.
 fn device() -> Option<(Device, MutexGuard<'static, ()>)> {
     static ONE: Mutex<()> = Mutex::new(());
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
@@ -29,7 +29,7 @@ fn of_lengths([seqlen_q, seqlen_k]: [u32; 2], num_heads_kv: u32, mask: &str) -> 
     FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()).write_lse(true)
 }
 
-/// dBias of a bias for each head, its rows 8 elements longer than there are keys.
+/// A backward problem with dBias for each head, whose rows are 8 elements longer than the number of keys.
 fn with_dbias(fwd: &FwdProblem) -> BwdProblem {
     let (rows, row) = (i64::from(fwd.dims.seqlen_q), i64::from(fwd.dims.seqlen_k) + 8);
     let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };
@@ -39,7 +39,7 @@ fn with_dbias(fwd: &FwdProblem) -> BwdProblem {
     problem
 }
 
-/// A buffer of zeros of which operands begin `off` bytes in.
+/// A buffer of zeros in which operands begin at offset `off` bytes.
 struct Room {
     buffer: DevBuffer,
     off: u64,
@@ -83,7 +83,7 @@ impl Room {
     }
 }
 
-/// Launches of a backward run whose Q lies `off` bytes behind a multiple of 16.
+/// Launches of a backward run whose Q lies `off` bytes after a multiple of 16.
 fn launches_of(backend: &Device, plan: &BwdPlan, off: u64) -> usize {
     let problem = plan.problem();
     let fwd = &problem.fwd;
@@ -123,11 +123,11 @@ fn count() -> usize {
 fn a_backward_launches_what_has_rows_to_work_on() {
     let Some((backend, _turn)) = device() else { return };
     for (what, problem, kernels, launched) in [
-        // The launches are: before the main one, the main one, the one that finishes dQ in so short a call,
-        // and for masked blocks the repair.
+        // The launches: before the main kernel, the main kernel, the one that finishes dQ (which so short a call
+        // needs), and with masked blocks the repair.
         ("all", BwdProblem::new(of_lengths([16, 16], 2, "b")), 4, 4),
         ("a bias", with_dbias(&of_lengths([16, 16], 2, "0")), 4, 4),
-        // Without queries the main kernel writes zeros of dK and dV, and dQ has no launch.
+        // Without queries the main kernel writes dK and dV as zeros, and no launch finishes dQ.
         ("no queries", BwdProblem::new(of_lengths([0, 16], 1, "b")), 4, 1),
         // Zeros for dQ alone.
         ("no keys", BwdProblem::new(of_lengths([16, 0], 1, "b")), 4, 3),
@@ -140,7 +140,8 @@ fn a_backward_launches_what_has_rows_to_work_on() {
     }
 }
 
-/// The plan equals the fallback's, except for the tile, which the fallback does not have.
+/// Operands at addresses that the chosen kernel does not accept are computed by the fallback, whose plan is equal
+/// except for the tile, which the fallback lacks.
 #[test]
 fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
     let Some((backend, _turn)) = device() else { return };

@@ -1,5 +1,5 @@
-//! A process in which no compiler is found, nor anything that one has made: the only test of this program, since the
-//! environment is read by all of them.
+//! A process that finds no compiler and no compiled kernels. This program has only one test, since all tests would
+//! share the environment.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

@@ -1,4 +1,4 @@
-//! A backend without a device: what it says of itself, its tiles and its kernels. Nothing is compiled.
+//! A backend without a device: its description, its tiles and its kernels. Nothing is compiled.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -32,7 +32,7 @@ fn pretend(arch: &str) -> Device {
 fn it_says_what_it_is_and_what_it_has() {
     let backend = pretend("sm_90a");
     assert_eq!((backend.kind(), backend.name()), ("cuda", "cuda (sm_90a, no device)"));
-    // `sm90`, `sm80` and `simt` are kernels of two operations each.
+    // Kernel names serve two operations each: `sm90`, `sm80` and `simt`.
     let kernels = [
         "sm100",
         "sm90",
@@ -63,7 +63,7 @@ fn it_says_what_it_is_and_what_it_has() {
     assert_eq!(fmha_cuda::emulated_launches(), None);
 }
 
-/// Here no double is installed: where the machine has no driver, that is what is said.
+/// Without a double in this process, opening a device uses the machine's driver, or reports that there is none.
 #[test]
 fn a_process_without_a_double_has_the_machines_driver_or_none() {
     if let Err(error) = fmha_cuda::open(0, None) {
@@ -101,7 +101,7 @@ fn the_jobs_of_a_plan_are_its_launches() {
     ] {
         let jobs = pretend(arch).precompiler().unwrap().jobs(problem, &PlanOptions::default()).unwrap();
         assert!(jobs.iter().all(|job| job.arch == arch));
-        // The launches of other tiles, for calls of other sizes, are of the same kernels.
+        // Tiles for other sizes use launches of the same kernels.
         let mut kernels = Vec::new();
         for job in jobs {
             if !kernels.contains(&job.kernel) {
@@ -130,13 +130,13 @@ fn the_jobs_of_no_sequence_are_those_of_one_and_those_of_code_have_its_text() {
         assert!(jobs[0].source.headers().iter().any(|header| header.text.contains("bool visible(")));
         jobs[0].source.entry.clone()
     };
-    // The name of a captured scalar is no part of a kernel's key; its type is.
+    // A captured scalar's name is not part of a kernel's key, but its type is.
     assert_eq!(of_mask("shift: int; q >= k + shift"), of_mask("other: int; q >= k + other"));
     assert_ne!(of_mask("q >= k"), of_mask("q > k"));
 }
 
-/// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths
-/// and heads is among what is compiled ahead for the tables' few lengths.
+/// A machine without a compiler can run calls of any length: kernels that the cost model chooses by lengths and
+/// heads are compiled ahead with those for the tables' few lengths.
 #[test]
 fn a_bundle_has_the_tiles_of_lengths_that_its_table_lacks() {
     let hopper = pretend("sm_90a");
@@ -183,8 +183,9 @@ fn a_bundle_has_the_tiles_of_lengths_that_its_table_lacks() {
     assert!(missing.is_empty(), "{missing:#?}");
 }
 
-/// Pages that are whole boxes of TMA are read by `sm90` as they lie, others under many queries brought once to where it
-/// reads them. An FP8 cache is widened by a tile of rows that is alone, and once for several. Few rows are `sm80`'s.
+/// How Hopper reads pages and caches of narrow types. `sm90` reads pages that are whole TMA boxes in place, and for
+/// many queries copies other pages once into its layout. An FP8 cache is converted inside the kernel if one tile of
+/// rows reads it, and by a launch before if several do. Few rows use `sm80`.
 #[test]
 fn hopper_reads_pages_and_narrow_caches_as_they_lie_but_for_odd_pages_and_many_tiles() {
     let hopper = pretend("sm_90a");
@@ -220,7 +221,8 @@ fn hopper_reads_pages_and_narrow_caches_as_they_lie_but_for_odd_pages_and_many_t
     }
 }
 
-/// One query over a long cache of few sequences is sm80's, whose few rows are one warp's, unless a kernel is named.
+/// One query over a long cache of few sequences uses `sm80`, in which one warp handles the few rows, unless a
+/// kernel is named.
 #[test]
 fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     let hopper = pretend("sm_90a");
@@ -242,7 +244,7 @@ fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     assert_eq!(kernel(1, 1, 32768, &any.batch_invariant(true)), "sm90");
 }
 
-/// A promise that leaves one shape leaves no choice, so other shapes have no price.
+/// A promise that leaves only one tile shape needs no cost model, so other shapes get no price.
 #[test]
 fn shapes_that_a_promise_leaves_no_choice_of_are_not_priced() {
     let dims = Dims { seqlen_q: 300, seqlen_k: 300, num_heads_q: 8, num_heads_kv: 8, ..DIMS };

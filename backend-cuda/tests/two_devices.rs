@@ -1,11 +1,11 @@
-//! Two devices of one process, on the test double of the driver: the only test of this program, since the double
-//! reads how many devices it has once. Kernels run where NVRTC is; where not, the test says `absent` for them.
+//! Two devices of one process, on the test double of the driver. This program has only one test, since the double
+//! reads the number of devices once. Kernels run if there is NVRTC; otherwise the test prints `absent` for them.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use fmha_core::{DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Stream};
 
-/// 64 rows of one head on `backend`, of values that depend on `salt`: O, as bytes.
+/// Computes 64 rows of one head on `backend`, with values that depend on `salt`; returns the bytes of O.
 fn attend(backend: &Device, stream: &Stream, salt: u64) -> Vec<u8> {
     let dims = Dims {
         batch: 1,
@@ -47,7 +47,7 @@ fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
     for (at, buffer) in buffers.iter_mut().enumerate() {
         backends[at].memory().upload(&[at as u8 + 3; 64], buffer).unwrap();
     }
-    // The double's devices have no address in common, as with the driver's unified addresses.
+    // The double's devices have no address in common, like the driver's unified addresses.
     let mut bytes = [0u8; 64];
     assert!(backends[0].memory().download(&buffers[1], &mut bytes).is_err());
 

@@ -36,7 +36,7 @@ macro_rules! whichever {
     };
 }
 
-/// A GPU behind its vendor's driver, or only its architecture.
+/// A GPU with its vendor's driver, or only an architecture without a device.
 pub struct Backend<V: Vendor> {
     name: String,
     facts: V::Facts,
@@ -45,7 +45,7 @@ pub struct Backend<V: Vendor> {
     ranges: Ranges,
 }
 
-/// Compiles for one architecture, and loads onto its device where there is one.
+/// Compiles for one architecture, and loads kernels onto the device if there is one.
 struct DeviceLoader<V: Vendor> {
     toolchain: V::Toolchain,
     driver: Option<Arc<V::Driver>>,
@@ -63,16 +63,16 @@ impl<V: Vendor> Loader for DeviceLoader<V> {
     }
 }
 
-/// A choice that takes operands at any address, and the words by which a plan reports it.
+/// A choice that accepts operands at any address, and the words with which a plan reports it.
 type Other<P, V> = (Choice<Chosen<P, V>>, String);
 
-/// Compiled steps, and the description of each for the plan.
+/// Compiled steps, and each step's description for the plan.
 type Compiled<V> = (Vec<Step<<V as Vendor>::Driver>>, Vec<Explained>);
 
-/// A choice without its launches, and those launches compiled.
+/// A choice whose launches were taken out, and these launches after compilation.
 type StandIn<P, V> = (Choice<Chosen<P, V>>, Result<(usize, Compiled<V>)>);
 
-/// The reason why compilation failed, if it is a missing compiler.
+/// The reason why compilation failed, if the compiler is missing.
 fn lacking<V: Vendor>(compiled: &Result<(usize, Compiled<V>)>) -> Option<String> {
     match compiled {
         Ok((_, (steps, _))) => steps.iter().find_map(|step| step.module.as_ref().err().cloned()),
@@ -81,7 +81,7 @@ fn lacking<V: Vendor>(compiled: &Result<(usize, Compiled<V>)>) -> Option<String>
     }
 }
 
-/// A launch's text with the functions of its problem.
+/// A launch's source text with the functions of its problem in place.
 fn with_code<P: GpuProblem>(problem: &P, source: KernelSource) -> KernelSource {
     match problem.code_source() {
         None => source,
@@ -90,8 +90,9 @@ fn with_code<P: GpuProblem>(problem: &P, source: KernelSource) -> KernelSource {
 }
 
 impl<V: Vendor> Backend<V> {
-    /// Over a device; without one (`driver` is `None`) it plans, compiles where there is a compiler, and runs nothing.
-    /// `flags` are the compiler's options, but for the architecture; `image` is what the device runs.
+    /// Makes a backend on a device. Without a device (`driver` is `None`) it plans, compiles if there is a
+    /// compiler, and runs nothing. `flags` are the compiler's options except the architecture; `image` is what the
+    /// device runs.
     ///
     /// # Errors
     /// A bundle of `FMHA_BUNDLE` that is not whole.
@@ -112,14 +113,14 @@ impl<V: Vendor> Backend<V> {
     }
 
     fn choose<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Selected<P, V>> {
-        // A plan over a quantised cache has the bits of the same call on the cache in Q's type: the kernel of that
-        // call's rows. Where nothing takes that call, as where a kernel is named that only brings caches to another,
-        // there are no bits to have.
+        // A plan over a quantised cache must be bit-equal to the call on the cache in Q's type, so it uses the
+        // kernel chosen for that call. If no kernel takes that call, for instance because the named kernel only
+        // converts caches, there is nothing to be equal to.
         let twin = problem.of_wide_cache()?.and_then(|wide| self.choose_for(&wide, options, None).ok());
         self.choose_for(problem, options, twin.map(|(choice, _)| choice.kernel.recipe.about.rows_of))
     }
 
-    /// The choice among all kernels, or among those whose rows `of` computes.
+    /// The choice among all kernels, or among those that give bit-equal rows to the kernel `of`.
     fn choose_for<P: GpuProblem>(
         &self,
         problem: &P,
@@ -154,7 +155,8 @@ impl<V: Vendor> Backend<V> {
             problem.refuse_beside_code(kernel.name())?;
             problem.refuse_beside_small(kernel.name())?;
             let has_code = problem.code_source().is_some();
-            // Most kernels compute no functions where masks as data show a pair: whole blocks would not ask them.
+            // Most kernels cannot compute functions with masks as data, because blocks of the full list must not
+            // evaluate them.
             let beside_code = has_code && !kernel.about.computes_code_beside_masks;
             if let Some(masks) = problem.masks().filter(|_| beside_code || !kernel.about.reads_masks) {
                 masks.refuse(kernel.name())?;
@@ -187,7 +189,7 @@ impl<V: Vendor> Backend<V> {
         let chosen = Ready { planned: kernel, steps: Steps::new(steps, main), range };
         let fallback = match self.for_any_address(&chosen.planned, problem, options) {
             Ok(None) => None,
-            // The slow kernel need not take all that a fast one does.
+            // The slow kernel need not support everything that a fast one does.
             Err(Error::Unsupported { refusals, .. }) => {
                 let why: Vec<String> = refusals.iter().map(ToString::to_string).collect();
                 details.push(("unaligned operands", format!("refused: {}", why.join("; "))));
@@ -205,7 +207,7 @@ impl<V: Vendor> Backend<V> {
                         let range = self.range_of_runs(&kernel);
                         (served, Some(Ready { planned: kernel, steps: Steps::new(all, main), range }))
                     }
-                    // A bundle that has the chosen kernel serves without a compiler.
+                    // A bundle with the chosen kernel makes a compiler unnecessary.
                     Err(Error::NoDevice(why)) => (format!("refused: {why}"), None),
                     Err(error) => return Err(error),
                 };
@@ -234,8 +236,8 @@ impl<V: Vendor> Backend<V> {
         Ok(Planned { parts, launch: Box::new(launch) })
     }
 
-    /// The launches behind a kernel that write small outputs, compiled, and what is said of each; their part of the
-    /// workspace lies behind all others.
+    /// The compiled launches that write small outputs after the kernel, and their descriptions. Their part of the
+    /// workspace follows all others.
     fn small<P: GpuProblem>(
         &self,
         problem: &P,
@@ -252,12 +254,13 @@ impl<V: Vendor> Backend<V> {
         Ok((Small { steps, place }, explained))
     }
 
-    /// The range around each run of a kernel.
+    /// The profiler range of each run of a kernel.
     fn range_of_runs<P: GpuProblem>(&self, kernel: &Chosen<P, V>) -> Range {
         self.ranges.named(format_args!("fmha {} {}", P::OPERATION, kernel.name()))
     }
 
-    /// A choice's launches, compiled, and which of them is the kernel itself; the choice has none afterwards.
+    /// A choice's compiled launches, and the index of the main kernel among them; the launches are moved out of the
+    /// choice.
     fn compiled_of<P: GpuProblem>(
         &self,
         problem: &P,
@@ -267,11 +270,12 @@ impl<V: Vendor> Backend<V> {
         Ok((main, self.compiled(problem, Some(&choice.kernel), launches)?))
     }
 
-    /// Finds a fallback tile where there is no compiler and no bundle has the chosen tile's kernels. Among
-    /// the tiles that are compiled ahead for problems that differ in size alone, it takes the nearest size
-    /// whose kernels are there.
+    /// Finds a fallback tile if there is no compiler and no bundle has the chosen tile's kernels. Among the tiles
+    /// compiled ahead for problems that differ in size alone, it takes that of the nearest size whose kernels are
+    /// there.
     fn stand_in<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Option<StandIn<P, V>> {
-        // Nearest sizes are another batch's too: a tile by them would not be the sequence's own.
+        // A batch-invariant plan gets none: the nearest size depends on the batch, so the sequence's bits would
+        // too.
         if !options.tile.is_empty() || options.batch_invariant || !self.modules.has_bundles() {
             return None;
         }
@@ -286,7 +290,7 @@ impl<V: Vendor> Backend<V> {
             let Ok(own) = recipe.own_tile(&like, &self.facts, options) else { continue };
             let others = ahead.kernel.kernel.tiles_of_other_sizes(&like);
             for fields in [TileOptions::default()].into_iter().chain(others) {
-                // A field that is set twice is what it is set to last.
+                // Later settings of a field replace earlier ones.
                 let options = options.clone().kernel(name).tile(own.iter().cloned().chain(fields));
                 if tried.contains(&options) {
                     continue;
@@ -302,8 +306,8 @@ impl<V: Vendor> Backend<V> {
         None
     }
 
-    /// Finds a choice that takes operands at any address, and the words by which a plan reports it; `None`
-    /// where the chosen kernel takes any address, or the caller wants no other.
+    /// Finds a choice that accepts operands at any address, and the words with which a plan reports it; `None` if
+    /// the chosen kernel accepts any address, or the caller allows no other.
     fn for_any_address<P: GpuProblem>(
         &self,
         chosen: &Chosen<P, V>,
@@ -331,7 +335,8 @@ impl<V: Vendor> Backend<V> {
         }
     }
 
-    /// Compiles launches and loads them where there is a device: those of a kernel, which lays them out, or of none.
+    /// Compiles launches and loads them if there is a device. A kernel, if given, adjusts its launches to the
+    /// compiled resources.
     ///
     /// # Errors
     /// What the compiler or the driver said.
@@ -380,7 +385,7 @@ impl<V: Vendor> Backend<V> {
     }
 
     fn jobs_of<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>> {
-        // Kernels are made for one sequence at least.
+        // Kernels are made for at least one sequence, so an empty batch is planned as one.
         let one = problem.of_one_sequence()?;
         let problem = one.as_ref().unwrap_or(problem);
         let own = self.choose(problem, options)?.0;
@@ -404,7 +409,7 @@ impl<V: Vendor> Backend<V> {
                 let options = options.clone().kernel(name).tile(tile);
                 match self.choose(problem, &options) {
                     Ok((other, _)) => add(other.launches.into_parts().0),
-                    // No tile of a plan that asks for what it does not keep.
+                    // A plan whose promises this recipe does not keep has no tile of it.
                     Err(Error::Unsupported { .. }) => {}
                     Err(error) => return Err(error),
                 }
@@ -413,10 +418,10 @@ impl<V: Vendor> Backend<V> {
         Ok(jobs)
     }
 
-    /// The recipe whose tile a plan of the problem has, how its tiles are kept, and that tile.
+    /// The recipe whose tile a plan of the problem uses, how its tiles are stored, and that tile.
     ///
     /// # Errors
-    /// Why those with tiles do not take the problem, or that there are none.
+    /// Why the recipes with tiles refuse the problem, or that no recipe has tiles.
     fn tuned<P: GpuProblem, T>(
         &self,
         problem: &P,
@@ -444,7 +449,7 @@ impl<V: Vendor> Backend<V> {
     }
 }
 
-/// The kernels of a vendor whose tiles are measured.
+/// The kernels of a vendor whose tiles can be measured.
 #[must_use]
 pub fn tuned_kernels<V: Vendor>() -> Vec<TunedKernel<'static>> {
     fn of<P: GpuProblem, V: Vendor>() -> Vec<TunedKernel<'static>> {
@@ -502,7 +507,7 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
         ]
         .concat()
         {
-            // One name, `simt` for instance, may stand for a kernel of each operation.
+            // One name, such as `simt`, may belong to kernels of several operations.
             if !names.contains(&name) {
                 names.push(name);
             }

@@ -8,38 +8,39 @@ use fmha_core::{DevBuffer, Peers, Queues, Result};
 
 use crate::launches::Grid;
 
-/// A vendor's driver on one device: the calls that attention needs, and nothing of what is computed.
+/// A vendor's driver on one device, with only the calls that attention needs.
 ///
 /// # Safety
-/// Memory that [`alloc`](Self::alloc) gives is the caller's alone until it is freed, and lies on the device of the
+/// Memory from [`alloc`](Self::alloc) belongs to the caller alone until it is freed, and lies on the device of the
 /// [`Queues`].
 pub unsafe trait Driver: Queues + 'static {
     /// A loaded kernel; it is unloaded when it is dropped.
     type Kernel: Send + Sync;
 
-    /// State that a recipe keeps for a step from call to call: tensor maps, or nothing.
+    /// State that a recipe keeps for a step between calls: tensor maps, or nothing.
     type Kept: Default + Send + Sync;
 
-    /// While it lives the device is the calling thread's; then the caller's own is again.
+    /// While this value lives the device is current in the calling thread; dropping it makes the caller's device
+    /// current again.
     type Entered<'a>
     where
         Self: 'a;
 
-    /// Whether the driver is a test double, whose times and bounds are those of no device.
+    /// Whether the driver is a test double, whose times and limits are not those of a real device.
     fn is_emulated(&self) -> bool;
 
-    /// Operations on memory that processes of a host share; `None` where the driver has none.
+    /// Operations on memory that processes of one host share; `None` if the driver has none.
     fn peers(&self) -> Option<&dyn Peers> {
         None
     }
 
-    /// Makes the device the calling thread's.
+    /// Makes the device current in the calling thread.
     ///
     /// # Errors
     /// What the driver said.
     fn enter(&self) -> Result<Self::Entered<'_>>;
 
-    /// New memory, aligned to 256 bytes at least; at least a byte.
+    /// Allocates memory of at least one byte, aligned to 256 bytes at least.
     ///
     /// # Errors
     /// What the driver said, with the size.
@@ -51,7 +52,7 @@ pub unsafe trait Driver: Queues + 'static {
     /// [`alloc`](Self::alloc) gave the memory, and nothing uses it any more.
     unsafe fn free(&self, address: u64);
 
-    /// Copies, and waits until the bytes are there for every stream.
+    /// Copies to the device, and waits until every stream sees the bytes.
     ///
     /// # Safety
     /// `to .. to + bytes.len()` is device memory that no queued work uses.
@@ -94,9 +95,9 @@ pub unsafe trait Driver: Queues + 'static {
 
 /// Search for a vendor's compiler.
 pub trait Toolchain: Send + Sync + 'static {
-    /// The compiler, looked for when the first kernel wants it.
+    /// The compiler, which is searched for when the first kernel is compiled.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](fmha_core::Error::NoDevice) with every place that was looked at.
+    /// [`Error::NoDevice`](fmha_core::Error::NoDevice) with every place searched.
     fn compiler(&self) -> Result<&dyn Compiler>;
 }

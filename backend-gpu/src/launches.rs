@@ -11,15 +11,15 @@ pub enum Stage {
     UpdateCache,
     /// Writes dropout's keep mask.
     KeepMask,
-    /// Widens or gathers a cache to the layout that the kernel reads.
+    /// Converts a cache of a narrow type, or gathers its pages, into the layout that the kernel reads.
     Widen,
-    /// Writes what a mask as code shows as bits.
+    /// Writes the pairs that a mask as code shows as a bit mask.
     MaskBits,
-    /// Lists the blocks that each tile sees under masks as data.
+    /// Lists, under masks as data, the blocks that each tile sees.
     ListTiles,
-    /// Gives the blocks of lists their places in the order of additions.
+    /// Gives each listed block its rank in the order of additions.
     RankTiles,
-    /// Prepares what the kernel alone reads: a V in blocks, LSE and delta of the backward.
+    /// Prepares inputs that only the kernel reads: V in blocks, or LSE and delta in the backward.
     Prepare,
     /// The kernel that bears the plan's name.
     Main,
@@ -31,13 +31,13 @@ pub enum Stage {
     BlockScores,
     /// Writes the lists of the greatest scores.
     Lists,
-    /// Sums gradients that the kernel itself does not.
+    /// Sums gradients that the main kernel does not sum.
     Gradients,
     /// Brings the sums of dQ to their rows, and sums dSink.
     FinishDq,
     /// Adds up the parts of dK and dV that tiles of one kv head have summed.
     HeadSums,
-    /// Computes again the rows whose numbers the kernel cannot hold.
+    /// Recomputes rows whose numbers the kernel's format cannot represent.
     Repair,
     /// Sums the bias' gradient.
     Dbias,
@@ -46,7 +46,7 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether the launch makes lists of tiles, or what lists are made from.
+    /// Whether the launch makes lists of tiles, or the bits from which lists are made.
     #[must_use]
     pub const fn makes_lists(self) -> bool {
         matches!(self, Self::MaskBits | Self::ListTiles | Self::RankTiles)
@@ -56,12 +56,12 @@ impl Stage {
 /// How many groups of threads a launch has, and how they start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
-    /// Groups of threads that share memory; 0: nothing is launched.
+    /// Number of groups of threads that share memory; with 0 nothing is launched.
     pub groups: u32,
     /// Threads of a group.
     pub threads: u32,
-    /// Whether the grid may start before the previous one in the stream has ended; it then waits for that
-    /// itself.
+    /// Whether the grid may start before the previous one in the stream has ended; the kernel then waits for it
+    /// (programmatic dependent launch).
     pub dependent: bool,
 }
 
@@ -73,7 +73,7 @@ impl Grid {
     }
 }
 
-/// One launch of a plan, its kernel not yet compiled.
+/// One launch of a plan, whose kernel is not yet compiled.
 #[derive(Debug)]
 pub struct Launch {
     /// Role of the launch within its plan.
@@ -86,14 +86,14 @@ pub struct Launch {
     pub grid: Grid,
     /// Dynamic shared memory of a group.
     pub shared_bytes: u32,
-    /// Pieces of work, as in [`LaunchShape`](fmha_core::LaunchShape).
+    /// Number of work items, as in [`LaunchShape`](fmha_core::LaunchShape).
     pub tiles: u64,
-    /// Pieces of work that the device holds at a time, as in [`LaunchShape`](fmha_core::LaunchShape).
+    /// Number of work items that the device processes at a time, as in [`LaunchShape`](fmha_core::LaunchShape).
     pub tiles_at_once: u64,
 }
 
-/// The launches of a plan in stages: what prepares the operands, the kernel that bears the plan's name, what completes
-/// its results. They run in this order on one stream.
+/// The launches of a plan, which run in order on one stream: those that prepare operands, the main kernel, whose
+/// name the plan has, and those that complete its results.
 #[derive(Debug)]
 pub struct Launches {
     all: Vec<Launch>,
@@ -101,7 +101,7 @@ pub struct Launches {
 }
 
 impl Launches {
-    /// `before`, the kernel itself, `after`.
+    /// Makes the list: `before`, the main kernel, `after`.
     #[must_use]
     pub fn new(
         before: impl IntoIterator<Item = Launch>,
@@ -115,19 +115,19 @@ impl Launches {
         Self { all, main: index }
     }
 
-    /// The launches behind one more, which prepares the operands.
+    /// Adds a first launch, which prepares the operands, before all others.
     #[must_use]
     pub fn behind(mut self, first: Launch) -> Self {
         self.all.insert(0, first);
         Self { main: self.main + 1, ..self }
     }
 
-    /// All of them, and which is the kernel itself; none are left.
+    /// Moves all launches out, and returns the index of the main kernel among them.
     pub(crate) fn take(&mut self) -> (Vec<Launch>, usize) {
         (std::mem::take(&mut self.all), self.main)
     }
 
-    /// All launches, and the index of the kernel itself among them.
+    /// All launches, and the index of the main kernel among them.
     pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
         (self.all, self.main)
     }

@@ -1,4 +1,4 @@
-//! Device memory for callers that have none of their own.
+//! Device memory for callers that do not allocate their own.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use fmha_core::{DevBuffer, DeviceMemory, MemorySpace, ProblemError, Result};
 
 use crate::driver::Driver;
 
-/// Memory of one device, or of none where a backend only plans.
+/// Memory of one device; without a device, if a backend only plans.
 pub(crate) struct Memory<D> {
     pub(crate) driver: Option<Arc<D>>,
 }
@@ -17,7 +17,7 @@ impl<D: Driver> Memory<D> {
         self.driver.as_ref().ok_or_else(only_plans)
     }
 
-    /// The buffer with zeros, since safe code may read it whoever has written it.
+    /// Fills the buffer with zeros, since safe code may read it and it may hold another process's data.
     fn cleared(&self, mut buffer: DevBuffer) -> Result<DevBuffer> {
         self.zero(&mut buffer)?;
         Ok(buffer)

@@ -9,12 +9,12 @@ use std::path::Path;
 
 use libloading::Library;
 
-/// Opens a range that bears a name; its return value is the profiler's.
+/// Opens a named range; the return value is defined by the profiler.
 pub type PushRange = unsafe extern "C" fn(*const c_char) -> c_int;
-/// Closes the range that the calling thread has opened last.
+/// Closes the range that the calling thread opened last.
 pub type PopRange = unsafe extern "C" fn() -> c_int;
 
-/// The functions of a vendor's library of ranges, or none: then a range costs one comparison.
+/// The functions of a vendor's range library. Without them a range costs one comparison.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranges(Option<Functions>);
 
@@ -25,19 +25,19 @@ struct Functions {
 }
 
 impl Ranges {
-    /// The functions `push` and `pop` of the first library in `places` that opens and has both. Without one there are
-    /// no ranges, and that is no error: a library of ranges comes with a profiler's or a toolkit's packages.
+    /// The functions `push` and `pop` of the first library in `places` that opens and has both. A missing library
+    /// is no error, only a lack of ranges: it comes with packages of a profiler or toolkit.
     ///
     /// # Safety
-    /// A library that bears one of these names has functions of these names that are a [`PushRange`] and a
+    /// In a library with one of these names, the functions with these names have the types [`PushRange`] and
     /// [`PopRange`].
     #[must_use]
     pub unsafe fn open<P: AsRef<Path>>(places: impl IntoIterator<Item = P>, push: &CStr, pop: &CStr) -> Self {
         let functions = |place: P| {
             // SAFETY: libraries of ranges run no code at load but their own set-up.
             let library = ManuallyDrop::new(unsafe { Library::new(place.as_ref()) }.ok()?);
-            // `ManuallyDrop`: a profiler keeps addresses in the library, so it is never closed.
-            // SAFETY: the types are the caller's promise.
+            // `ManuallyDrop`: a profiler keeps addresses in the library, so it is never closed. SAFETY: the caller
+            // promises the types.
             unsafe {
                 let push = *library.get::<PushRange>(push.to_bytes_with_nul()).ok()?;
                 let pop = *library.get::<PopRange>(pop.to_bytes_with_nul()).ok()?;
@@ -47,7 +47,7 @@ impl Ranges {
         Self(places.into_iter().find_map(functions))
     }
 
-    /// Functions of a library that is linked.
+    /// The functions of a linked library.
     ///
     /// # Safety
     /// `push` reads a text up to its NUL and keeps no address of it. Both may be called by any thread, `pop` once for
@@ -65,7 +65,7 @@ impl Ranges {
 
     /// A range of this name, to be opened any number of times.
     pub(crate) fn named(self, name: Arguments<'_>) -> Range {
-        // A name has no NUL; if one ever has, there is no range.
+        // Names contain no NUL; a name with one would simply open no range.
         Range(self.0.and_then(|functions| Some((functions, CString::new(name.to_string()).ok()?))))
     }
 }
@@ -86,7 +86,7 @@ impl Range {
     }
 }
 
-/// An open range of this thread, which closes when it is dropped. It is not `Send`: ranges are a thread's own.
+/// An open range of this thread, closed when dropped. The type is not `Send`, since a range belongs to its thread.
 #[derive(Debug)]
 pub(crate) struct Open(Option<Functions>, PhantomData<*const ()>);
 

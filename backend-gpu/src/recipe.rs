@@ -32,7 +32,7 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     /// Facts of a device that recipes read.
     type Facts: Facts;
 
-    /// The ranges of its profiler; none where they are not asked for, or where their library is absent.
+    /// The functions of the vendor's profiler for ranges; empty if ranges are off or the library is absent.
     fn ranges() -> Ranges {
         Ranges::default()
     }
@@ -57,7 +57,7 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     }
 }
 
-/// A problem of an operation for which vendors have recipes.
+/// A problem of an operation that vendors can have recipes for.
 pub trait GpuProblem: Problem {
     /// A vendor's recipes of the operation, best first.
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>>;
@@ -65,7 +65,7 @@ pub trait GpuProblem: Problem {
     /// Addresses of the operands whose alignment may matter; 0 for an absent one.
     fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)>;
 
-    /// Launches that write small outputs behind the kernel, and the bytes of workspace that they share.
+    /// Launches that write small outputs after the kernel, and the bytes of workspace that they share.
     ///
     /// # Errors
     /// Lengths that make more groups than a grid has.
@@ -73,20 +73,21 @@ pub trait GpuProblem: Problem {
         Ok((Vec::new(), 0))
     }
 
-    /// Refuses, in the name of a kernel, what small outputs are not written beside.
+    /// Refuses problem features that exclude small outputs, in the name of a kernel.
     ///
     /// # Errors
-    /// The small output, and what it is wanted beside.
+    /// The small output, and the feature that excludes it.
     fn refuse_beside_small(&self, _kernel: &str) -> Result<(), Refusal> {
         Ok(())
     }
 
-    /// Whether small outputs are all that the call has to write.
+    /// Whether the call writes nothing but small outputs.
     fn has_small_outputs_alone(&self) -> bool {
         false
     }
 
-    /// Queues the launches of [`small_launches`](Self::small_launches), whose part of the workspace begins at `place`.
+    /// Queues the launches of [`small_launches`](Self::small_launches); `place` is the offset of their part of the
+    /// workspace.
     ///
     /// # Safety
     /// As [`fmha_core::Launch::launch`]; the steps are those of these launches.
@@ -244,18 +245,18 @@ pub trait Facts: Send + Sync + 'static {
     /// Measured tiles of the device.
     fn tuned(&self) -> &TunedTiles;
 
-    /// Threads that a row kernel gives each row, in words and in number: `a warp`, 32.
+    /// Threads that a row kernel uses for each row, in words and as a number: `a warp`, 32.
     fn row_group(&self) -> (&'static str, u32);
 
-    /// Groups of threads that the device runs at a time, where each has a multiprocessor to itself.
+    /// Number of thread groups that the device runs at a time with one on each multiprocessor.
     fn groups_at_once(&self) -> u32 {
         1
     }
 
-    /// A launch of such a kernel, under a name, over so many rows of so many elements.
+    /// A launch of a row kernel, with this name, over this many rows of this many elements.
     ///
     /// # Errors
-    /// The fields that make more groups than a grid has, and the number.
+    /// The fields that give more groups than a grid can have, and the number.
     fn row_launch(
         &self,
         at: (Stage, &'static str),
@@ -264,12 +265,13 @@ pub trait Facts: Send + Sync + 'static {
         rows: [u64; 2],
     ) -> Result<Launch, String>;
 
-    /// The launch that writes the lists of so many rows of so many keys or blocks, and its words for readers, where the
-    /// device has one of its own: one launch without histograms in memory, by clusters of `_ctas`, or of as many as
-    /// serve.
+    /// The launch that writes the lists of this many rows with this many keys or blocks, and its description, if
+    /// the device has a kernel of its own: one launch without histograms in memory, with clusters of `_ctas`, or of
+    /// a size that it chooses.
     ///
     /// # Errors
-    /// The fields that make more groups than a grid has, and the number; clusters that hold no row.
+    /// The fields that give more groups than a grid can have, and the number; clusters whose shared memory cannot
+    /// hold a row.
     fn lists_launch(
         &self,
         _at: (Stage, &'static str),
@@ -280,8 +282,8 @@ pub trait Facts: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Sets what of a launch depends on what its kernel takes of the device, once that is compiled; nothing is known of
-    /// it where there is no compiler.
+    /// Adjusts a launch to the resources of its compiled kernel, such as registers; without a compiler there are no
+    /// such numbers.
     fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}
 }
 
@@ -289,12 +291,12 @@ pub trait Facts: Send + Sync + 'static {
 pub struct About<P> {
     /// The kernel's name in plans and refusals.
     pub name: &'static str,
-    /// Name of the kernel that computes the rows, whose bits they have: another kernel where this one only
-    /// brings the operands to it.
+    /// Name of the kernel whose bits the rows have: another kernel's name if this one only brings the operands into
+    /// that kernel's layout.
     pub rows_of: &'static str,
-    /// Correct for all, fast for none: chosen where the caller allows it or names it.
+    /// Whether this is the slow kernel that supports everything: it is chosen if the caller allows it or names it.
     pub is_fallback: bool,
-    /// Whether it can wait for keys that come while it runs.
+    /// Whether the kernel can wait for keys that arrive while it runs.
     pub waits_for_keys: bool,
     /// Whether the kernel computes attention over lists of keys.
     pub takes_lists: bool,
@@ -308,7 +310,8 @@ pub struct About<P> {
     pub reads_masks: bool,
     /// Whether the kernel computes scores and masks as code.
     pub computes_code: bool,
-    /// Whether the kernel does so beside masks as data too, and asks no mask as code in blocks of the full list.
+    /// Whether the kernel also computes code together with masks as data, and skips the mask as code in blocks of
+    /// the full list.
     pub computes_code_beside_masks: bool,
     /// Whether the kernel reads scales by blocks.
     pub reads_block_scales: bool,
@@ -317,7 +320,7 @@ pub struct About<P> {
 }
 
 impl<P> About<P> {
-    /// A kernel of that name, without more.
+    /// Facts of a kernel with this name, everything else off.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
         Self {
@@ -338,23 +341,22 @@ impl<P> About<P> {
     }
 }
 
-/// How the measured tiles of a kernel are kept.
+/// How the measured tiles of a kernel are stored.
 pub struct Tiles<P> {
-    /// Key under which measured tiles are kept.
+    /// Key under which measured tiles are stored.
     pub label: &'static str,
-    /// The headers that the entries of its launches include: the tiles of another text say nothing.
+    /// The headers that the entries of its launches include: tiles measured with other texts are ignored.
     pub headers: &'static [&'static str],
-    /// The class of problems that a plan's tile is kept for.
+    /// The class of problems under which a plan's tile is stored.
     pub class: fn(&P, &PlanOptions) -> TileClass,
-    /// Whether a plan with these options is one as tiles are measured for.
+    /// Whether measured tiles apply to a plan with these options.
     pub are_measured_for: fn(&PlanOptions) -> bool,
-    /// The fields that are tried, each with its values in the order to try them.
+    /// The fields that tuning tries, each with its values in the order to try them.
     pub knobs: fn() -> Vec<(&'static str, Vec<String>)>,
 }
 
 impl Tiles<ValidFwd> {
-    /// Tiles of a forward kernel. They are measured as plans have them that ask for neither exact maxima nor batch
-    /// invariance.
+    /// Tiles of a forward kernel. They apply to plans that ask for neither exact maxima nor batch invariance.
     #[must_use]
     pub const fn of_forward<T: Fields>(label: &'static str, headers: &'static [&'static str]) -> Self {
         let are_measured_for =
@@ -381,10 +383,10 @@ impl Tiles<ValidBwd> {
     }
 }
 
-/// One kernel of an operation. A value of the type is the kernel as it was chosen for a problem: its tile, and what its
-/// launches need. What is asked before there is such a value are functions without `self`.
+/// One kernel of an operation. A value of this type is the kernel after it was chosen for a problem: its tile, and
+/// the numbers that its launches need. Functions without `self` are called before there is such a value.
 pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
-    /// How it computes a problem: its tile, and what was found with it.
+    /// The kernel's settings for a problem: its tile, and numbers found while choosing it.
     type Tile
     where
         Self: Sized;
@@ -405,11 +407,11 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Ok(())
     }
 
-    /// The knobs of its own choice for a problem that it takes: of each launch that has a tile. A field that is set is
-    /// set for all of them; those in which they differ are left to each.
+    /// The tunable fields of the kernel's own choice, for each launch that has a tile. Setting a field sets it for
+    /// all launches; fields in which they differ are left to each launch.
     ///
     /// # Errors
-    /// Why it does not take the problem.
+    /// Why the kernel refuses the problem.
     fn own_tiles(_problem: &P, _facts: &V::Facts, _options: &PlanOptions) -> Result<Vec<TileOptions>, Refusal>
     where
         Self: Sized,
@@ -417,8 +419,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Ok(Vec::new())
     }
 
-    /// Microseconds of a call with a tile whose fields are these, by a model; `None` without one, or of a tile that
-    /// does not fit.
+    /// Microseconds of a call with a tile that has these fields, by the cost model; `None` without a model, or for
+    /// a tile that does not fit.
     fn modelled_micros(_problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64>
     where
         Self: Sized,
@@ -426,10 +428,10 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         None
     }
 
-    /// Takes the problem with its own tile, of which some fields are set; or says why not.
+    /// Accepts the problem with the kernel's own tile, some fields of which are set; or refuses with the reason.
     ///
     /// # Errors
-    /// The field that it does not take, and its number.
+    /// The field that the kernel does not support, and its value.
     fn fit(
         problem: &P,
         facts: &V::Facts,
@@ -443,7 +445,7 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     /// the first detail is its tile.
     ///
     /// # Errors
-    /// The fields whose numbers no grid or workspace has.
+    /// The fields whose numbers exceed a grid or workspace.
     fn plan(
         tile: Self::Tile,
         problem: &P,
@@ -453,10 +455,10 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// Takes the problem, or says why not.
+    /// Accepts the problem, or refuses with the reason.
     ///
     /// # Errors
-    /// The field that it does not take, and its number.
+    /// The field that the kernel does not support, and its value.
     fn choose(problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<Choice<Self>, Refusal>
     where
         Self: Sized,
@@ -465,8 +467,9 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Self::choose_with(problem, problem, facts, options, fit)
     }
 
-    /// The choice with what `fit` makes of a tile's fields. The user's fields come before what was measured of problems
-    /// like `like`, which holds where it fits: problems of one class differ in numbers.
+    /// The choice whose tile `fit` makes from given fields. The user's fields take precedence over a tile measured
+    /// for the class of `like`. The measured tile is used only if it fits, since problems of one class differ in
+    /// numbers.
     ///
     /// # Errors
     /// As of [`choose`](Self::choose).
@@ -492,45 +495,45 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Ok(choice)
     }
 
-    /// Tile fields that a choice has for problems like this one but for their sizes, beside its own: what is compiled
-    /// ahead is compiled with them too.
+    /// Tile fields that this choice would have for problems that differ only in size, besides its own: kernels are
+    /// compiled ahead with these tiles too.
     fn tiles_of_other_sizes(&self, _problem: &P) -> Vec<TileOptions> {
         Vec::new()
     }
 
-    /// Sets what of a launch depends on what its kernel takes of the device, as [`Facts::lay_out`] does.
+    /// Adjusts a launch to the resources of its compiled kernel, as [`Facts::lay_out`] does.
     fn lay_out(&self, facts: &V::Facts, launch: &mut Launch, usage: Option<&ResourceUsage>) {
         facts.lay_out(launch, usage);
     }
 
-    /// Bytes of which an operand's address has to be a multiple, a power of two; 1 where it may lie anywhere. Addresses
-    /// are not known when a plan is made.
+    /// Required alignment of an operand's address in bytes, a power of two; 1 if any address will do. A plan is
+    /// made before addresses are known.
     fn alignment(&self, _problem: &P, _operand: Operand) -> u64 {
         1
     }
 
-    /// Names the alternative for operands whose addresses this kernel does not take, where the caller allows
-    /// one.
+    /// Names the alternative for operands whose addresses this kernel does not accept, if the caller allows one.
     fn for_any_address(&self, _problem: &P, _facts: &V::Facts, _options: &PlanOptions) -> AnyAddress<P, V> {
         AnyAddress::Fallback
     }
 
-    /// Lists of tiles that the launches walk under masks, in the order of the steps that make them.
+    /// Lists of tiles that the launches read under masks, in the order of the steps that make them.
     fn lists(&self) -> &[TileListPlan] {
         &[]
     }
 
-    /// Binds the arguments and queues the steps, which are those of its choice's launches.
+    /// Binds the arguments and queues the steps, which are the compiled launches of this choice.
     ///
     /// # Safety
-    /// As [`fmha_core::Launch::launch`]; it takes the operands' addresses, the calling thread has entered the device.
+    /// As [`fmha_core::Launch::launch`]; the kernel accepts the operands' addresses, and the calling thread has
+    /// entered the device.
     ///
     /// # Errors
     /// What the driver said.
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, P>) -> Result<()>;
 }
 
-/// A kernel in a vendor's list: what is known of it, and what is asked of it before it is chosen.
+/// A kernel in a vendor's list: its facts, and the functions that are called before it is chosen.
 pub struct Recipe<P: GpuProblem, V: Vendor> {
     pub(crate) about: About<P>,
     pub(crate) runs_on: fn(&V::Facts) -> Result<(), String>,
@@ -539,7 +542,7 @@ pub struct Recipe<P: GpuProblem, V: Vendor> {
     choose: OfProblem<P, V, Choice<Planned<P, V>>>,
 }
 
-/// Function that derives something from a problem, or refuses it with a reason.
+/// Function that derives a value from a problem, or refuses the problem with a reason.
 type OfProblem<P, V, T> = fn(&P, &<V as Vendor>::Facts, &PlanOptions) -> Result<T, Refusal>;
 
 impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
@@ -555,8 +558,8 @@ impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
         }
     }
 
-    /// The fields and values that all tiles of a kernel's launches have in common, for a problem that it
-    /// takes.
+    /// The fields and values that the tiles of all launches of a kernel have in common, for a problem that it
+    /// supports.
     pub(crate) fn own_tile(
         &self,
         problem: &P,
@@ -589,7 +592,7 @@ impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
     }
 }
 
-/// A kernel that was chosen for a problem, whichever it is.
+/// A kernel that was chosen for a problem, with its type erased.
 pub struct Planned<P: GpuProblem, V: Vendor> {
     pub(crate) recipe: Recipe<P, V>,
     pub(crate) kernel: Box<dyn Kernel<P, V>>,
@@ -602,14 +605,14 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
         self.recipe.about.name
     }
 
-    /// Takes the operands where they lie, or names the first that it does not.
+    /// Checks the operands' addresses; names the first that the kernel does not accept.
     ///
     /// # Errors
     /// The operand, its address and the alignment that it lacks.
     pub fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
         let About { name, rows_of, .. } = self.recipe.about;
-        // A kernel that only brings K and V to another kernel asks for their addresses; all other operands
-        // are the reader's.
+        // For a kernel that only brings K and V into another kernel's layout, only their addresses are its own
+        // concern; all other operands are checked for the other kernel.
         let is_brought = |operand| name != rows_of && matches!(operand, Operand::K | Operand::V);
         for brought in [true, false] {
             for (operand, address) in P::addresses(call.args) {
@@ -624,7 +627,7 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
     }
 }
 
-/// A kernel that takes a problem: what is launched for it, and what that promises.
+/// A kernel that accepts a problem: its launches, and their promises.
 pub struct Choice<K> {
     /// The kernel, with the numbers that its launches need.
     pub kernel: K,
@@ -648,7 +651,7 @@ impl<K> Choice<K> {
         self.map(|kernel| Planned { recipe: Recipe::of::<K>(), kernel: Box::new(kernel) })
     }
 
-    /// The choice with another kernel around its own, whose launches it makes.
+    /// The choice with another kernel that wraps the present one and uses its launches.
     #[must_use]
     pub fn map<T>(self, kernel: impl FnOnce(K) -> T) -> Choice<T> {
         let Self { launches, workspace, promises, details, .. } = self;
@@ -656,18 +659,18 @@ impl<K> Choice<K> {
     }
 }
 
-/// Alternative for operands whose addresses a kernel does not take.
+/// Alternative for operands whose addresses a kernel does not accept.
 pub enum AnyAddress<P: GpuProblem, V: Vendor> {
     /// The kernel takes operands at any address.
     Itself,
     /// The slow kernel of the family.
     Fallback,
-    /// A kernel of the same name with loads and stores by elements.
+    /// A kernel of the same name that loads and stores single elements.
     ByElement(Box<Choice<Planned<P, V>>>),
 }
 
 impl<P: GpuProblem, V: Vendor> AnyAddress<P, V> {
-    /// A kernel with a tile that reads and writes by elements, where that is another one.
+    /// The kernel with a tile that loads and stores single elements, if that tile differs from the present one.
     #[must_use]
     pub fn by_element<K: Kernel<P, V>>(
         tile: Option<K::Tile>,
@@ -682,13 +685,14 @@ impl<P: GpuProblem, V: Vendor> AnyAddress<P, V> {
     }
 }
 
-/// The promises of kernels in which a row is one group's work, its sums in one order, whatever the other rows are.
+/// Promises of kernels in which one thread group computes a row, with a fixed order of sums, whatever the other
+/// rows are.
 #[must_use]
 pub const fn deterministic_rows() -> Promises {
     Promises {
         deterministic: true,
         batch_invariant: true,
-        // Kernels beside them take the same rows in other calls.
+        // Row invariance is not promised: another kernel may compute such a row in another call.
         row_invariant: false,
         graph_capturable: true,
         accuracy: Accuracy::Exact,

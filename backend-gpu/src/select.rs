@@ -1,14 +1,14 @@
-//! Selection of the recipe of a family that takes a problem.
+//! Selection of the first recipe of a family that accepts a problem.
 
 use fmha_core::backend::unsupported;
 use fmha_core::{PlanOptions, Refusal, Result};
 
 use crate::recipe::{Choice, GpuProblem, Planned, Recipe, Vendor};
 
-/// A choice, and the refusals of the recipes before it.
+/// A choice, and the refusals of the recipes tried before it.
 pub type Selected<P, V> = (Choice<Planned<P, V>>, Vec<Refusal>);
 
-/// The first recipe of a family that takes the problem, and why the ones before it did not.
+/// The choice of the first recipe of a family that accepts the problem, and the refusals of those before it.
 ///
 /// # Errors
 /// [`Error::Unsupported`](fmha_core::Error::Unsupported) with every refusal.

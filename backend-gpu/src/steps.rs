@@ -1,4 +1,4 @@
-//! A plan's launches, compiled: what a plan of a GPU backend keeps, and how it runs.
+//! The compiled launches of a GPU plan, and how they run.
 
 use std::ffi::c_void;
 use std::ops::Deref;
@@ -18,16 +18,16 @@ use crate::recipe::{GpuProblem, Planned, Vendor};
 pub struct Step<D: Driver> {
     /// Purpose of the step in the plan.
     pub stage: Stage,
-    /// Absent, for the reason that is said, where there was no compiler.
+    /// The loaded kernel, or the reason why there is none: no compiler was found.
     pub(crate) module: Result<Arc<Module<D::Kernel>>, String>,
     pub(crate) grid: Grid,
     pub(crate) range: Range,
-    /// State that the recipe keeps for the step from call to call.
+    /// State that the recipe keeps for the step between calls.
     pub kept: D::Kept,
 }
 
 impl<D: Driver> Step<D> {
-    /// Queues it.
+    /// Queues the step's kernel.
     ///
     /// # Safety
     /// As [`Driver::launch`].
@@ -45,14 +45,14 @@ impl<D: Driver> Step<D> {
     }
 }
 
-/// The steps of a plan, those of its recipe's [`Launches`](crate::Launches).
+/// The steps of a plan: the compiled form of its recipe's [`Launches`](crate::Launches).
 pub struct Steps<D: Driver> {
     all: Vec<Step<D>>,
     main: usize,
 }
 
 impl<D: Driver> Steps<D> {
-    /// The steps of a plan, of which the one at `main` is the kernel itself.
+    /// Makes the steps of a plan; the one at index `main` is the main kernel.
     pub(crate) fn new(all: Vec<Step<D>>, main: usize) -> Self {
         Self { all, main }
     }
@@ -63,7 +63,7 @@ impl<D: Driver> Steps<D> {
         &self.all[self.main]
     }
 
-    /// Queues all of them with the same arguments.
+    /// Queues all steps with the same arguments.
     ///
     /// # Safety
     /// As [`Driver::launch`], for each of them.
@@ -98,7 +98,7 @@ pub(crate) struct Ready<P: GpuProblem, V: Vendor> {
     pub(crate) range: Range,
 }
 
-/// Launches behind a kernel that write small outputs; none where none is wanted.
+/// Compiled launches that write small outputs after the kernel; empty if none is written.
 pub(crate) struct Small<D: Driver> {
     pub(crate) steps: Vec<Step<D>>,
     /// Where their part of the workspace begins.
@@ -109,14 +109,14 @@ pub(crate) struct Small<D: Driver> {
 pub(crate) struct Handle<P: GpuProblem, V: Vendor> {
     pub(crate) driver: Option<Arc<V::Driver>>,
     pub(crate) chosen: Ready<P, V>,
-    /// Plan for operands whose addresses the chosen kernel does not take, if the caller allows a fallback.
+    /// Plan for operands whose addresses the chosen kernel does not accept, if the caller allows a fallback.
     pub(crate) fallback: Option<Ready<P, V>>,
     pub(crate) small: Small<V::Driver>,
 }
 
 impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
-        // The fallback takes all addresses, and `launch` chooses between the two plans.
+        // The fallback accepts all addresses, and `launch` chooses between the two plans.
         if self.fallback.is_some() { Ok(()) } else { self.chosen.planned.takes_addresses(call) }
     }
 
@@ -128,7 +128,7 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     unsafe fn build_list(&self, call: &ListsCall<'_, P>) -> Result<()> {
         let ListsCall { problem, seq, masks, numbers, list, address, stream } = *call;
         let Some(problem) = problem.forward() else { return Ok(()) };
-        // Without queries or keys a tile of keys sees nothing, and nobody reads its list.
+        // Without queries or keys a tile of keys sees nothing, and no kernel reads its list.
         if list.of == TileOf::Keys && (problem.dims.seqlen_q == 0 || problem.dims.seqlen_k == 0) {
             return Ok(());
         }

@@ -8,9 +8,9 @@ use crate::recipe::{Facts, Tiles};
 /// Source of a plan's tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileFrom {
-    /// The kernel's own choice, with the fields that the user sets.
+    /// The kernel's own choice, with the fields that the user has set.
     Table,
-    /// A tile that `fmha tune` has measured and kept.
+    /// A tile that `fmha tune` has measured and stored.
     Tuned,
 }
 
@@ -26,11 +26,12 @@ impl TileFrom {
     }
 }
 
-/// The tile of a plan. `fit` is the kernel's own with some fields set, if that fits the problem and the device. What
-/// the user sets comes before what was measured, which holds where it fits: problems of one class differ in numbers.
+/// The tile of a plan. `fit` returns the kernel's own tile with some fields set, if that fits the problem and the
+/// device. The user's fields take precedence over a measured tile. The measured tile is used only if it fits, since
+/// problems of one class differ in numbers.
 ///
 /// # Errors
-/// Why the kernel's own tile, with what the user sets, does not fit.
+/// Why the kernel's own tile with the user's fields does not fit.
 pub fn settle<P, T, E>(
     tiles: &Tiles<P>,
     problem: &P,

@@ -16,16 +16,16 @@ use crate::resources::Resources;
 
 /// Kinds of compiler.
 pub(crate) enum Compiler {
-    /// A clang that knows AMDGPU. It needs neither ROCm's headers nor its device library.
+    /// A clang that has the AMDGPU target. It needs neither ROCm's headers nor its device library.
     Clang { path: PathBuf, version: String },
     /// ROCm's compiler as a library.
     Hiprtc(Box<Hiprtc>),
 }
 
-/// Names tried when `FMHA_HIP_CLANG` says nothing; ROCm's own clang is under `llvm/bin`.
+/// Names tried if `FMHA_HIP_CLANG` is not set; ROCm's own clang is under `llvm/bin`.
 const CLANGS: [&str; 4] = ["clang-22", "clang", "/opt/rocm/llvm/bin/clang", "clang-21"];
 
-/// Flags in addition to the architecture. Without `-fuse-cuid=none` equal text gives unequal bytes.
+/// Flags in addition to the architecture. Without `-fuse-cuid=none` equal source text gives different code objects.
 const CLANG_FLAGS: [&str; 8] = [
     "-x",
     "hip",
@@ -34,15 +34,15 @@ const CLANG_FLAGS: [&str; 8] = [
     "-nogpulib",
     "--no-gpu-bundle-output",
     "-fuse-cuid=none",
-    // Line tables cost no instruction, and a fault can name its source line.
+    // Line tables add no instruction, and let a fault name its source line.
     "-gline-tables-only",
 ];
 
 /// Options of the code for both compilers.
 pub(crate) const COMPILE_OPTIONS: [&str; 2] = ["-O3", "-std=c++20"];
 
-/// Options of both compilers for one architecture alone. On gfx1100 LLVM gives half registers their own
-/// numbers ("true16"); no kernel here gains by that, and the emulator does not read it.
+/// Options of both compilers for one architecture. On gfx1100 LLVM uses 16-bit register halves ("true16"); no
+/// kernel here gains by that and the emulator cannot decode it, so it is switched off.
 pub(crate) const fn options_of(arch: Arch) -> &'static [&'static str] {
     match arch {
         Arch::Gfx1100 => &["-Xclang", "-target-feature", "-Xclang", "-real-true16"],
@@ -51,10 +51,10 @@ pub(crate) const fn options_of(arch: Arch) -> &'static [&'static str] {
 }
 
 impl Compiler {
-    /// `FMHA_HIP_CLANG`, then a clang that runs and knows AMDGPU, then hipRTC.
+    /// The compiler of `FMHA_HIP_CLANG`, or a clang that runs and has the AMDGPU target, or hipRTC, in this order.
     ///
     /// # Errors
-    /// Every one that was tried.
+    /// Every compiler that was tried.
     pub(crate) fn find() -> Result<Self> {
         if let Some(named) = HIP_CLANG.get()? {
             return clang(Path::new(&named)).ok_or_else(|| {
@@ -84,7 +84,7 @@ impl Compiler {
 }
 
 impl cache::Compiler for Compiler {
-    /// The identity of a clang contains its path, because a script may take its place.
+    /// The identity of a clang contains its path, because a script may stand in for it.
     fn identity(&self) -> String {
         match self {
             Compiler::Clang { path, version } => format!("{version} ({})", path.display()),
@@ -120,7 +120,7 @@ fn failed(job: &KernelJob, log: String) -> Error {
     Error::Compile { kernel: job.kernel.to_owned(), dumped: dump_source(job, &log), log }
 }
 
-/// The clang of that name, if it runs and knows AMDGPU.
+/// The clang of that name, if it runs and has the AMDGPU target.
 fn clang(path: &Path) -> Option<Compiler> {
     let says = |flag: &str| {
         let output = Command::new(path).arg(flag).output().ok().filter(|output| output.status.success())?;
@@ -131,7 +131,7 @@ fn clang(path: &Path) -> Option<Compiler> {
     knows_amdgpu.then(|| Compiler::Clang { path: path.to_owned(), version })
 }
 
-/// A new folder of this user's alone, gone when dropped, with the source and its headers as files.
+/// A new folder that only this user can read, removed when dropped, with the source and its headers as files.
 fn lay_out(source: &KernelSource) -> Result<TempDir> {
     let failed = |what: &Path, error: std::io::Error| Error::System {
         what: what.display().to_string(),

@@ -16,11 +16,11 @@ const HIP: Double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu
 /// The double that this process runs on.
 static DOUBLE: OnceLock<PathBuf> = OnceLock::new();
 
-/// The `ordinal`-th device of `arch` among those of the double.
+/// Opens the `ordinal`-th of the double's devices with architecture `arch`.
 ///
 /// # Errors
-/// [`Error::NoDevice`](fmha_core::Error::NoDevice) where the double's file is not found or does not open, or
-/// has no such device.
+/// [`Error::NoDevice`](fmha_core::Error::NoDevice) if the double's file is not found or does not open, or has no
+/// such device.
 pub(crate) fn open(arch: Arch, ordinal: usize) -> Result<Driver> {
     let path = HIP.find()?;
     let mut driver = Driver::open(search::hip_at(std::slice::from_ref(&path))?, 0, true)?;

@@ -1,4 +1,4 @@
-//! AMD's seat: its driver, its compiler, and the recipes of `fmha-kernels-hip`.
+//! AMD's part of the generic backend: its driver, its compiler, and the recipes of `fmha-kernels-hip`.
 
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
 use fmha_gpu::{Ranges, Recipe, Vendor};
@@ -34,7 +34,7 @@ impl Vendor for Rocm {
     }
 }
 
-/// Functions of ROCTx, which rocprofv3 reads; rocprof's own library of older ROCm has them too.
+/// Functions of ROCTx, whose ranges rocprofv3 reads; in older ROCm rocprof's own library has them too.
 fn roctx() -> Ranges {
     // SAFETY: ROCTx's functions of these names take a text, or nothing, and return an int.
     unsafe { Ranges::open(search::roctx(), c"roctxRangePushA", c"roctxRangePop") }

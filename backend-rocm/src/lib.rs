@@ -2,9 +2,9 @@
 //!
 //! Verified in emulation, never on hardware.
 //!
-//! [`open`] takes a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
-//! without any. The recipes are `fmha-kernels-hip`'s; HIP's functions are called in `driver` alone. All
-//! else is `fmha-gpu`'s.
+//! [`open`] opens a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
+//! without a device. The recipes are in `fmha-kernels-hip`; HIP's functions are called in `driver` alone.
+//! Everything else is in `fmha-gpu`.
 
 mod compile;
 mod driver;
@@ -49,11 +49,12 @@ pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
     backend(name, facts, Some(driver))
 }
 
-/// No device: plans for `arch`, one of [`Arch`]'s names, compiles where there is a compiler, runs nothing.
+/// Makes a backend without a device: it plans for `arch`, one of [`Arch`]'s names, compiles if there is a compiler,
+/// and runs nothing.
 ///
 /// # Errors
-/// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture that the kernels do not know; a bundle of
-/// `FMHA_BUNDLE` that is not whole.
+/// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture without kernels; a bundle of `FMHA_BUNDLE`
+/// that is not whole.
 pub fn pretend(arch: &str) -> Result<Device> {
     let arch = Arch::from_gcn_name(arch)?;
     backend(format!("rocm ({}, no device)", arch.name()), DeviceFacts::stated(arch), None)

@@ -1,19 +1,19 @@
-//! Resources in a code object of one kernel.
+//! Resources of a kernel, read from its code object.
 
 use fmha_core::ResourceUsage;
 
 /// Numbers of a kernel's metadata (LLVM, "User Guide for AMDGPU Backend", Code Object V5 Metadata).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resources {
-    /// Vector registers a lane, accumulation registers among them.
+    /// Vector registers per lane, accumulation registers included.
     pub vgprs: u64,
     /// Accumulation registers.
     pub agprs: u64,
     /// Scalar registers.
     pub sgprs: u64,
-    /// Vector registers that went to memory.
+    /// Vector registers that were spilled to memory.
     pub vgpr_spills: u64,
-    /// Scalar registers that went to lanes of vector registers.
+    /// Scalar registers that were spilled to lanes of vector registers.
     pub sgpr_spills: u64,
     /// Bytes of LDS.
     pub lds_bytes: u64,
@@ -22,8 +22,8 @@ pub struct Resources {
 }
 
 impl Resources {
-    /// Reads the metadata note: MessagePack maps, of which only the numbers wanted here are looked at.
-    /// `None` where one is missing.
+    /// Reads the metadata note: MessagePack maps, searched only for the numbers of this struct. `None` if one is
+    /// missing.
     #[must_use]
     pub fn of(code_object: &[u8]) -> Option<Self> {
         let number = |key: &str| number_after(code_object, key);
@@ -76,13 +76,14 @@ fn number_after(bytes: &[u8], key: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// A MessagePack string: its length in the head's low bits, or in a byte of its own from 32 on.
+    /// Encodes a MessagePack string: its length is in the low bits of the head, or from 32 bytes on in a byte of
+    /// its own.
     fn text(key: &str) -> Vec<u8> {
         let head = if key.len() < 32 { vec![0xa0 + key.len() as u8] } else { vec![0xd9, key.len() as u8] };
         [&head, key.as_bytes()].concat()
     }
 
-    /// Makes an object with bytes before and after the pairs that do not belong to them.
+    /// Makes a fake object with these pairs, and unrelated bytes before and after them.
     fn object(pairs: &[(&str, &[u8])]) -> Vec<u8> {
         let mut bytes = b"\x7fELF of no size".to_vec();
         for (key, number) in pairs {

@@ -1,5 +1,5 @@
-//! Scores and masks as code on the emulated driver library of gfx942, with what they capture and gradients,
-//! against float64. Needs clang; where there is none, a test says `absent` and checks nothing.
+//! Scores and masks as code on the emulated driver library of gfx942, with captured tensors and gradients, against
+//! float64. Needs clang; without it a test prints `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -10,7 +10,7 @@ use fmha_core::{Device, PlanOptions};
 
 mod support;
 
-/// The emulated device, or a word that it is absent.
+/// The emulated device; `None`, with a message, if there is no clang.
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     let open = || support::clang_is_there().then(|| fmha_rocm::open(0, Some("gfx942")).unwrap());
@@ -24,7 +24,7 @@ fn simt(step: usize) {
     run_f32(device, &options, Gradients::Captured, step).unwrap();
 }
 
-/// One check in `step`, of 16-bit operands, by kernels of tiles: nothing stands in for them.
+/// Runs every `step`-th check with 16-bit operands, on tiled kernels without a fallback.
 fn tiles(step: usize) {
     let Some(device) = device() else { return };
     run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Operands, step).unwrap();

@@ -1,5 +1,5 @@
-//! Scores and masks as code on the emulated driver library of gfx1201, with what they capture and gradients,
-//! against float64. Needs clang; where there is none, a test says `absent` and checks nothing.
+//! Scores and masks as code on the emulated driver library of gfx1201, with captured tensors and gradients, against
+//! float64. Needs clang; without it a test prints `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

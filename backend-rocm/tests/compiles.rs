@@ -1,5 +1,5 @@
-//! Every branch of the contract compiles for every architecture, without spills, and what an
-//! architecture cannot do is refused with the field and the number. Needs a clang, no device.
+//! Every branch of the contract compiles for every architecture without spills, and unsupported problems are
+//! refused with the field and its value. Needs a clang, no device.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -76,14 +76,16 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     all
 }
 
-/// Compiles each problem for one architecture, in rotation: a kernel takes seconds to compile.
+/// Every branch of the contract compiles without spills. Each problem is compiled for one architecture, in
+/// rotation, since a kernel takes seconds to compile.
 #[test]
 fn every_branch_of_the_contract_compiles_somewhere_without_spills() {
     none_spills(|problem, name, arch| problem % Arch::CDNA.len() == arch && !has_a_twin(name));
 }
 
-/// Whether another problem differs in which 16-bit type, or which of the architecture's two FP8 types: in the
-/// products' mnemonic and in conversions, which takes as many registers. Of each type one is not called so.
+/// Whether another problem differs only in the 16-bit type, or in which of the architecture's two FP8 types: such
+/// kernels differ in the products' mnemonic and in conversions, and use equally many registers. One problem of each
+/// pair counts as the original.
 fn has_a_twin(name: &str) -> bool {
     (name.starts_with("f16/") || name.starts_with("e5m2")) && !name.ends_with("d128x128")
 }
@@ -94,8 +96,8 @@ fn every_branch_of_the_contract_compiles_everywhere_without_spills() {
     none_spills(|_, _, _| true);
 }
 
-/// Compiles a few of the problems for RDNA, among them those with the widest rows that have the fewest
-/// registers to spare.
+/// A few of the problems compile for RDNA without spills, among them those with the widest rows, which have the
+/// fewest registers to spare.
 #[test]
 fn branches_of_the_contract_compile_on_rdna_without_spills() {
     if !support::clang_is_there() {
@@ -120,7 +122,7 @@ fn every_branch_of_the_contract_compiles_on_rdna_without_spills() {
     assert!(spilled.is_empty(), "{}", spilled.join("\n"));
 }
 
-/// `compiles`: whether the problem of that number and name is compiled for the architecture of that number.
+/// Checks that no kernel spills. `compiles` selects pairs of a problem (number, name) and an architecture (number).
 fn none_spills(compiles: fn(usize, &str, usize) -> bool) {
     if !support::clang_is_there() {
         return;
@@ -134,7 +136,7 @@ fn none_spills(compiles: fn(usize, &str, usize) -> bool) {
     assert!(spilled.is_empty(), "{}", spilled.join("\n"));
 }
 
-/// The problems whose kernels spill registers, and which.
+/// The problems whose kernels spill registers, with the number of spilled registers.
 fn spilled_on(arch: Arch, compiles: &dyn Fn(usize, &str) -> bool) -> Vec<String> {
     let mut spilled = Vec::new();
     let backend = fmha_rocm::pretend(arch.name()).unwrap();
@@ -179,7 +181,7 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
         quantised.cache.dtype = Some(fp8);
         all.push((format!("{fp8} cache/d{qk}x{v}"), quantised));
     }
-    // Rows that waves share: latent ones, and K and V apart.
+    // Rows that several waves share: latent rows, and separate K and V.
     let mut latent = paged(DType::Bf16, (576, 512));
     (latent.cache.v_in_k, latent.strides.v) = (true, latent.strides.k);
     all.push(("latent".to_owned(), latent.clone()));
@@ -263,13 +265,14 @@ fn no_decode_spills(compiles: fn(usize, usize) -> bool) {
             let found = Resources::of(&code).unwrap();
             assert_eq!((found.vgpr_spills, found.sgpr_spills), (0, 0), "{arch:?} {name}: {found:?}");
             if arch.is_rdna() {
-                // Two workgroups of rows that waves share, and three at least of others, on a pair of compute units.
+                // LDS leaves room for two workgroups of rows that waves share, and for three of other rows, on a
+                // pair of compute units.
                 let most = if problem.dims.head_dim_qk > 256 { 64 << 10 } else { (128 << 10) / 3 };
                 assert!(found.lds_bytes <= most, "{arch:?} {name}: {found:?}");
             } else if problem.dims.head_dim_qk > 256
                 && !(problem.lists.is_some() && problem.score.softcap.is_some())
             {
-                // Two waves a SIMD, as the plan's parts count on: by registers, and by a compute unit's LDS.
+                // Registers and a compute unit's LDS leave room for two waves per SIMD, as the plan's parts assume.
                 assert!(found.vgprs <= 256 && found.lds_bytes <= 32 << 10, "{arch:?} {name}: {found:?}");
             }
         }
@@ -350,8 +353,8 @@ fn backward_problems() -> Vec<(String, BwdProblem)> {
     all
 }
 
-/// Vector registers never spill. Scalar registers that modifiers, or loads by elements, lack lie in lanes of vector
-/// registers: no memory.
+/// No product kernel spills vector registers. Scalar registers may spill to lanes of vector registers, which is no
+/// memory access, when modifiers or loads by elements need many.
 fn no_product_spills(compiles: fn(usize, usize) -> bool) {
     if !support::clang_is_there() {
         return;
@@ -400,13 +403,14 @@ fn the_backward_compiles_everywhere_without_spills() {
     no_product_spills(|_, _| true);
 }
 
-/// The call under masks as data, whichever they are: the kernel's text is one.
+/// The problem under masks as data; their kind does not matter, since all kinds have one kernel.
 fn under_intervals(problem: FwdProblem) -> FwdProblem {
     let intervals = Intervals::batch(&problem, MaskAxes::SHARED, 2);
     problem.intervals(intervals)
 }
 
-/// Calls under masks as data. Modifiers, a mask as code, dropout and loads by elements take registers too.
+/// Problems under masks as data, with features that also take registers: modifiers, a mask as code, dropout and
+/// loads by elements.
 fn masked_problems(arch: Arch) -> Vec<(String, FwdProblem)> {
     let of = |dtype, (qk, v)| FwdProblem::batch(dtype, dims(qk, v));
     let mut all = Vec::new();
@@ -428,7 +432,7 @@ fn masked_problems(arch: Arch) -> Vec<(String, FwdProblem)> {
     all
 }
 
-/// Registers of the kernels under masks as data, each `(name, resources)`, forward and then backward.
+/// Resources of the kernels under masks as data, as `(name, resources)`, forward and then backward.
 fn masked_resources(arch: Arch, compiles: impl Fn(usize) -> bool) -> Vec<(String, Resources)> {
     let backend = fmha_rocm::pretend(arch.name()).unwrap();
     let mut found = Vec::new();
@@ -470,7 +474,7 @@ fn no_masked_spills(compiles: fn(usize, usize) -> bool) {
 
 #[test]
 fn kernels_under_masks_as_data_compile_somewhere_without_spills() {
-    // Rows of 128, the widest that most calls have, on one of each family.
+    // Rows of 128, the widest of most calls, on one architecture of each family.
     no_masked_spills(|problem, arch| problem == 2 && (arch == 1 || arch == 3));
 }
 

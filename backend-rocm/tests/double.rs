@@ -1,5 +1,5 @@
-//! The backend as it is, over the emulator's driver library: memory, launches, streams, events, graphs.
-//! Emulated, never run on hardware.
+//! The complete backend with the emulator's driver library: memory, launches, streams, events, graphs. Emulated,
+//! never run on hardware.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -123,7 +123,7 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
     assert_eq!(download(&backend, &o), plain);
 }
 
-/// A replay would have the seed of the recording, and with it the keep mask.
+/// A call with dropout is not captured: each replay would repeat the seed and so the keep mask.
 #[test]
 fn a_call_that_drops_is_not_captured() {
     let Some(backend) = device("gfx942") else { return };
@@ -143,7 +143,7 @@ fn a_call_that_drops_is_not_captured() {
     run().unwrap();
 }
 
-/// Lengths are read where the kernel runs, so a graph follows what stands there when it is launched.
+/// Kernels read the lengths on the device, so a replayed graph uses the lengths of that moment.
 #[test]
 fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let Some(backend) = device("gfx942") else { return };
@@ -191,8 +191,8 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     assert_ne!(results[0], results[1], "the graph did not see the new lengths");
 }
 
-/// One plan and one graph for all lengths up to the bound: how keys are shared out is decided where the kernel runs.
-/// `simt` has no shares.
+/// One plan and one graph serve all lengths up to the bound: the kernel divides the keys among workgroups at run
+/// time. `simt` does not divide them.
 #[test]
 fn a_graph_of_decoding_replays_with_any_lengths() {
     const BOUND: usize = 700;
@@ -221,12 +221,12 @@ fn a_graph_of_decoding_replays_with_any_lengths() {
         let mut state = 59u32;
         let mut drawn = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // One in four has no keys; the others' logarithms are about even.
+            // Lengths: one in four is 0; the logarithms of the others are about uniform.
             let longest = BOUND >> (state >> 28 & 7);
             if state >> 30 == 0 { 0 } else { 1 + (state >> 8) as usize % longest }
         };
         for replay in 0..12 {
-            // Lengths with all keys and with none among them.
+            // Among the replays are one with all keys and one with none.
             let lengths: [usize; 4] = match replay {
                 0 => [BOUND; 4],
                 1 => [0; 4],
@@ -314,7 +314,8 @@ fn an_emulated_device_has_no_clock() {
     assert!(!backend.has_clock());
 }
 
-/// Packed sequences of no query, of no key, of both; rows that a mask leaves empty; dropout.
+/// Workgroups that process several tiles write the same bits as those with one tile. Packed sequences without
+/// queries, without keys, without both; rows without visible keys; dropout.
 #[test]
 fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
     const ROWS: u32 = 300;
@@ -342,7 +343,7 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
         let run = |tile: &[(&str, &str)]| {
             let options = PlanOptions::default().tile(tile.iter().copied());
             let plan = backend.plan_fwd(&problem, &options).unwrap();
-            // Output that no workgroup writes keeps these bytes.
+            // Bytes of the output that no workgroup writes keep this value.
             let mut o = upload(&backend, &vec![0x5a; q.bytes() as usize]);
             let mut lse = upload(&backend, &vec![0x5a; extents.lse_elems as usize * 4]);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
@@ -381,13 +382,13 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     );
     let error = plan.run(&mut args, &twin.default_stream()).unwrap_err().to_string();
     assert!(error.starts_with("stream is of the device"), "{error}");
-    // A stream of the maker passes this check; the next one refuses the arguments.
+    // A stream of the device passes the stream check; the next check refuses the arguments.
     let error = plan.run(&mut args, &maker.default_stream()).unwrap_err().to_string();
     assert!(error.starts_with("q is in Host memory"), "{error}");
 }
 
-/// Offsets that decrease, go below 0, and go past the tensors' rows; the emulated device faults on an
-/// access outside every allocation.
+/// Wrong offsets (decreasing, negative, beyond the tensors' rows) access nothing outside the tensors; the emulated
+/// device faults on an access outside every allocation.
 #[test]
 fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() {
     let Some(backend) = device("gfx942") else { return };
@@ -436,7 +437,7 @@ fn unaligned_operands_are_served_by_a_kernel_of_the_plan_or_refused_by_name() {
         numbers(DType::F16, 80 * 64, 2),
         numbers(DType::F16, 80 * 64, 3),
     );
-    // An element past the start: no dword begins there.
+    // Operands are moved by one element, so that they do not begin at a dword.
     let shifted = |bytes: &[u8]| upload(&backend, &[&[0; 2], bytes].concat());
     let (dev_q, dev_k, dev_v) = (shifted(&q), upload(&backend, &k), upload(&backend, &v));
     let mut o = backend.memory().alloc(q.len() as u64).unwrap();

@@ -1,5 +1,5 @@
-//! Two emulated devices in one process, and what the backend leaves of the calling thread's state. No
-//! compiler is needed. Emulated, never run on hardware.
+//! Two emulated devices in one process, and the calling thread's state after a call of the backend. No compiler is
+//! needed. Emulated, never run on hardware.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -15,12 +15,12 @@ use libloading::{Library, Symbol};
 
 mod support;
 
-/// An emulated device, or a word that it is absent.
+/// An emulated device; `None`, with a message, if the emulator is absent.
 fn device(arch: &str) -> Option<Device> {
     fmha_rocm::open(0, Some(arch)).map_err(|error| println!("absent: no emulated {arch}: {error}")).ok()
 }
 
-/// The emulator's library, which the backends have opened from the same place.
+/// The emulator's library, opened from the path that the backends use.
 fn library() -> Library {
     let double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" };
     // SAFETY: it is open already, so nothing runs.
@@ -80,7 +80,7 @@ fn two_devices_of_one_process_have_memory_streams_and_events_of_their_own() {
 fn the_threads_device_is_the_callers_again_after_each_call() {
     let Some(backend) = device("gfx942") else { return };
     let hip = library();
-    // The current device of the caller is another one than the backend's, which is gfx942.
+    // The caller's current device is another one than the backend's gfx942.
     for callers in [0, 2] {
         set_current(&hip, callers);
         let still = |what: &str| assert_eq!(current(&hip), callers, "after {what}");
@@ -127,7 +127,8 @@ fn each_architecture_has_its_device_which_says_what_it_is() {
     }
 }
 
-/// Fields in which the backward's launches differ are left to each: of head dim 128 all have the same here.
+/// The backward's tiles can be tuned. Fields in which the backward's launches differ are left to each launch; at
+/// head dim 128 all launches have equal fields.
 #[test]
 fn the_backwards_tiles_can_be_tuned() {
     let Some(backend) = device("gfx942") else { return };
@@ -151,7 +152,7 @@ fn the_backwards_tiles_can_be_tuned() {
         own.into_iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
     };
     assert_eq!(own(500), "rows=256,columns=32,stages=2");
-    // Few keys take four waves, of which a compute unit holds two workgroups.
+    // Tiles for few keys have four waves, and a compute unit holds two such workgroups.
     assert_eq!(own(100), "columns=32");
 }
 
@@ -160,7 +161,7 @@ fn devices_after_the_last_are_refused_with_how_many_there_are() {
     if device("gfx942").is_none() {
         return;
     }
-    // A device of each architecture, of which one is gfx942 and no second.
+    // The double has one device of each architecture, so there is no second gfx942.
     let Err(Error::NoDevice(text)) = fmha_rocm::open(1, Some("gfx942")) else { panic!("there is a second") };
     let all = Arch::ALL.len();
     assert_eq!(text, format!("ordinal {all} is not below HIP's number of devices {all}"));
@@ -200,7 +201,8 @@ fn a_stream_that_was_ended_is_refused_and_the_default_one_goes_on() {
     }
 }
 
-/// Events of the double have the host's time, so the host measures more around them.
+/// Elapsed time between events lies between the wait inside and the host's time around, since the double's events
+/// carry the host's time.
 #[test]
 fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() {
     const WAIT: Duration = Duration::from_millis(2);
@@ -220,7 +222,7 @@ fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() 
     assert!(error.starts_with("hipEventElapsedTime failed"), "{error}");
 }
 
-/// New device memory does not show what other processes have left there.
+/// New device memory is zeroed, so it does not show data of other processes, and scratch is not read.
 #[test]
 fn new_memory_is_zeros_and_scratch_is_not_read() {
     let Some(backend) = device("gfx942") else { return };

@@ -1,4 +1,4 @@
-//! Calls that share a kernel. Nothing is compiled.
+//! Which calls share a compiled kernel. Nothing is compiled.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -29,13 +29,14 @@ fn kernel(problem: &FwdProblem) -> String {
     jobs[0].source.entry.clone()
 }
 
-/// Around each length from which on some tile is another, and beyond.
+/// Lengths around each threshold at which some tile changes, and beyond.
 const LENGTHS: [u32; 9] = [1, 64, 65, 128, 129, 256, 257, 1000, 10000];
 
 /// Name, problem.
 type Calls = Vec<(&'static str, FwdProblem)>;
 
-/// Changes that the main loop does not depend on: each would otherwise multiply the kernels.
+/// Changes of run-time numbers, on which the main loop does not depend: as compile-time facts each would multiply
+/// the kernels.
 fn changes_of_numbers(base: &FwdProblem) -> Calls {
     let with = |change: &dyn Fn(&mut FwdProblem)| {
         let mut problem = base.clone();
@@ -95,7 +96,7 @@ fn all_modifiers_of_scores_share_a_kernel_and_dropout_has_another() {
     assert_eq!(kernel(&dropout), kernel(&bf16(DIMS).p_drop(0.7).write_keep_mask(true)));
 }
 
-/// No wide load can read them: they have one kernel, whatever they want of it.
+/// Rows at odd addresses, which no wide load can read, share one kernel, whatever the problem's features.
 #[test]
 fn rows_of_odd_addresses_share_a_kernel() {
     let odd = |mut problem: FwdProblem| {
@@ -128,7 +129,8 @@ fn products(problem: BwdProblem) -> Vec<String> {
     entries.filter(|entry| entry.contains("kTile")).collect()
 }
 
-/// Tests the products alone, without the launches before and after, which go row by row.
+/// Features that the backward's products do not use need no other kernel. Tests the products alone, without the
+/// launches before and after, which work row by row.
 #[test]
 fn what_the_backwards_products_do_not_meet_asks_for_no_other_kernels() {
     for mask in ["0", "b"] {
@@ -154,7 +156,8 @@ fn gradients(compiler: &dyn Precompile, problem: &ValidBwd) -> Vec<String> {
     jobs.into_iter().map(|job| job.source.entry).collect()
 }
 
-/// Launches have tiles by their own rows: dQ's by the number of queries, dK's and dV's by that of keys.
+/// A bundle's table has the backward's kernels for every length. Each launch's tile depends on its own rows: dQ's
+/// on the number of queries, dK's and dV's on the number of keys.
 #[test]
 fn a_bundles_table_has_the_backwards_kernels_of_every_length() {
     let table = backward_table().unwrap();

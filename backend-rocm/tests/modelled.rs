@@ -1,4 +1,4 @@
-//! The committed table of modelled figures is what the compiler and llvm-mca say today.
+//! The committed tables of modelled figures equal what the compiler and llvm-mca report today.
 
 use fmha_core::DType;
 use fmha_rocm::Arch;
@@ -23,7 +23,7 @@ fn rows_are_current(dtypes: fn(DType) -> bool) {
     if !support::clang_is_there() || !table::tools_are_there() {
         return;
     }
-    // A header, then rows whose second column begins with their type.
+    // Lines of a table: a header, then rows whose second column begins with a data type.
     let is_of = |line: &&str| {
         let call = line.split('\t').nth(1).and_then(|call| call.split('/').next());
         call.and_then(|dtype| dtype.parse().ok()).is_none_or(dtypes)
@@ -38,7 +38,7 @@ fn rows_are_current(dtypes: fn(DType) -> bool) {
     assert!(committed.len() > 10);
 }
 
-/// Rows with the smallest head dimension; `--all` checks the other rows.
+/// Rows of the backward's table for WMMA with the smallest head dimension; `--all` checks the other rows.
 #[test]
 fn rows_of_the_committed_table_of_the_backward_on_wmma_are_current() {
     rows_on_wmma_are_current(|_, head_dim| head_dim == 64);

@@ -1,4 +1,4 @@
-//! Texts of plans and refusals. Most are made in a process that finds no compiler: a plan needs no code.
+//! Texts of plans and refusals. Most tests run in a process that finds no compiler, since a plan needs no code.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -38,7 +38,7 @@ fn slow_too() -> PlanOptions {
 }
 
 fn launch(groups: u64, threads: u32) -> LaunchShape {
-    // The launch of a kernel whose code is not known: each of 304 compute units is taken to hold one group.
+    // Launch shape of a kernel that is not compiled: each of 304 compute units counts as holding one workgroup.
     LaunchShape { groups, threads, shared_bytes: 0, tiles: groups, tiles_at_once: 304 }
 }
 
@@ -50,7 +50,7 @@ fn refusals<T>(planned: Result<T>) -> Vec<Refusal> {
     }
 }
 
-/// Starts an ignored test below in a process that finds no compiler and no bundle.
+/// Runs an ignored test below in a process that finds no compiler and no bundle.
 fn without_a_compiler(test: &str) {
     support::in_a_process(test, &[("FMHA_HIP_CLANG", "/nowhere/clang")]);
 }
@@ -76,7 +76,7 @@ fn a_process_that_plans_forward() {
         "order: single (all fit the device at once)",
         "loads: Chunks",
         "stores: Vector",
-        // Twice 64 rows of K and of V, each of 128 elements of two bytes.
+        // LDS: two stages of 64 rows of K and of V, each row of 128 elements of two bytes.
         "lds: 65536 bytes",
         "matrix type: bf16 x bf16, then bf16",
     ];
@@ -102,7 +102,7 @@ fn a_process_that_plans_forward() {
     let checked = plan(DType::Bf16, &PlanOptions::default().check_lengths(true)).unwrap();
     assert_eq!(checked.promises(), Promises { graph_capturable: false, ..promises });
 
-    // The kernel for other addresses is not there either.
+    // The fallback kernel for other addresses is not compiled either.
     let mut more = tiled.map(str::to_owned).to_vec();
     more.push(format!("unaligned operands: refused: {NO_COMPILER}"));
     assert_eq!(details(&plan(DType::Bf16, &slow_too()).unwrap()), more);
@@ -165,8 +165,8 @@ fn a_process_that_plans_backward_and_combine() {
         ("sums", "in registers, each row's in one order; scores computed twice".to_owned()),
     ];
     assert_eq!(fast.details(), said);
-    // LSE and delta of 8 x 320 queries, four rows a workgroup; two blocks of 256 queries of 8 heads, two of keys of 4;
-    // behind them a word for each 32 of 8 x 300 queries and 4 x 500 keys.
+    // Launches: LSE and delta for 8 x 320 queries, four rows per workgroup; two blocks of 256 queries in 8 heads;
+    // two blocks of keys in 4 heads; then one word for each 32 rows of 8 x 300 queries and 4 x 500 keys.
     let launches = [
         of("cdna_bwd_stats", 640, 256),
         of("cdna_bwd_dq", 16, 512),
@@ -175,7 +175,8 @@ fn a_process_that_plans_backward_and_combine() {
         of("cdna_bwd_rest", 36, 256),
     ];
     assert_eq!(steps(&fast), launches);
-    // A flag of each KV head, cleared; then three f32 a query row, and a word for each 32 rows of dQ, of dK and of dV.
+    // Workspace: a flag for each KV head, cleared; three f32 for each query row; a word for each 32 rows of dQ, of
+    // dK and of dV.
     let bytes = 256 + 256 + 3 * 2560 * 4 + (80 + 2 * 64) * 4;
     assert_eq!(fast.workspace(), Workspace { bytes, zeroed_bytes: 256 });
 
@@ -183,9 +184,10 @@ fn a_process_that_plans_backward_and_combine() {
     let plan = backend.plan_bwd(&backward(), &slow_too).unwrap();
     assert_eq!((plan.kernel(), plan.is_fallback()), ("simt", true));
     assert_eq!(plan.details(), [arch.clone(), ("tile", "a wave to a row, 64 pairs at a time".to_owned())]);
-    // 2400 rows of queries, then 2000 of keys with them.
+    // Rows of the launches: 2400 of queries, then 2000 of keys.
     assert_eq!(steps(&plan), [of("simt_bwd_stats", 600, 256), of("simt", 1100, 256)]);
-    // Three f32 a row of queries (LSE, delta, its scores' origin), each kind in whole 256 bytes, after 256.
+    // Workspace: 256 bytes, then three f32 for each query row (LSE, delta, its scores' origin), each array rounded
+    // up to 256 bytes.
     let bytes = 256 + 3 * (2400 * 4_u64).next_multiple_of(256);
     assert_eq!(plan.workspace(), Workspace { bytes, zeroed_bytes: 0 });
 
@@ -264,7 +266,7 @@ fn a_process_that_plans_lists() {
     }
 }
 
-/// A plan without code is refused where it would be launched.
+/// A plan without compiled code is refused when it would be launched.
 #[test]
 fn a_device_without_a_compiler_has_no_plan() {
     without_a_compiler("a_process_that_plans_for_a_device");
@@ -358,7 +360,7 @@ fn rdna_sums_gradients_on_wmma() {
     }
 }
 
-/// Decode takes the problems that the forward on WMMA refuses by name, without a fallback.
+/// Decode on RDNA supports the problems that the forward on WMMA refuses by name, without a fallback.
 #[test]
 fn rdna_decodes_pages_appends_and_parts_of_the_keys() {
     let short = Dims { seqlen_q: 1, ..DIMS };

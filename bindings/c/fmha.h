@@ -43,13 +43,15 @@
 // Partial results are weighted by their LSE: the default.
 #define FMHA_BY_LSE 0
 
-// Partial results are added as they are, in f32 and in their order, and rounded once: gradients of parts.
+// Partial results are added without weights, in f32 and in their order, and the sum is rounded once: for partial
+// gradients.
 #define FMHA_SUM 1
 
-// Adds to what O holds, as the first term.
+// As FMHA_SUM, with the values that O already holds as the first term.
 #define FMHA_ADD_TO 2
 
-// Keys up to a query's own position are candidates, where the last query stands on the last key: the default.
+// Keys up to a query's own position are candidates, with the last query at the position of the last key: the
+// default.
 #define FMHA_CAUSAL_KEYS 0
 
 // All keys are candidates.
@@ -118,19 +120,20 @@
 // One run of rows for each rank, in the order of the ranks, lengths that differ by 1 at most.
 #define FMHA_CONTIGUOUS 0
 
-// Twice as many runs as ranks; rank r has the r-th and the r-th from the end: equal work under a causal mask.
+// The rows are cut into twice as many runs as there are ranks. Rank r has the r-th run and the r-th from the end:
+// equal work under a causal mask.
 #define FMHA_ZIG_ZAG 1
 
 // Every rank has all rows: the queries of a step of decoding.
 #define FMHA_REPLICATED 2
 
-// The runs that are given.
+// Each rank has the runs of rows that the call lists.
 #define FMHA_RUNS 3
 
 // Memory of a device, for callers who have none of their own.
 typedef struct FmhaBuffer FmhaBuffer;
 
-// A plan over ranks, on one of them.
+// The plan of a call over ranks, as one rank holds it.
 typedef struct FmhaDistPlan FmhaDistPlan;
 
 // Ranks that compute together.
@@ -139,7 +142,7 @@ typedef struct FmhaGroup FmhaGroup;
 // A mask object behind the C pointer.
 typedef struct FmhaMaskObject FmhaMaskObject;
 
-// A chosen and loaded kernel with its scratch memory, of the device that it was planned on.
+// A chosen and loaded kernel with its scratch memory, on the device for which it was planned.
 typedef struct FmhaPlan FmhaPlan;
 
 // Strides of a tensor, in elements. They may differ from any contiguous order; 0 is legal for an input's
@@ -165,10 +168,10 @@ typedef struct FmhaGradients {
   struct FmhaStrides dq;
   // Gradient of K, shape of K.
   struct FmhaStrides dk;
-  // Gradient of V, shape of V, row-major whatever V's layout.
+  // Gradient of V, in the shape of V; row-major, whatever the layout of V.
   struct FmhaStrides dv;
-  // Gradient of the bias, of its shape, and summed over the axes along which the bias has stride 0, of which
-  // this has stride 0 too.
+  // Gradient of the bias, in its shape. It is summed over the axes along which the bias has stride 0; its own
+  // stride is 0 there too.
   struct FmhaStrides dbias;
   // Type of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_grad;
@@ -192,7 +195,7 @@ typedef struct FmhaCache {
   // New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
   // the longest; 0: none.
   int64_t seqlen_new;
-  // Rows of rotary_cos and rotary_sin; 0: nothing turns.
+  // Rows of rotary_cos and rotary_sin; 0: no rotary embedding.
   int64_t max_pos;
   // New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
   struct FmhaStrides k_new;
@@ -200,15 +203,16 @@ typedef struct FmhaCache {
   struct FmhaStrides v_new;
   // 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
   int32_t packed_new;
-  // 1: a tree mask in place of the mask "b"; else 0.
+  // 1: a tree mask is used in place of the mask "b"; else 0.
   int32_t tree_mask;
-  // Leading elements of Q's and k_new's rows that turn: even, at most head_dim_qk; 0: none.
+  // Number of leading elements of each row of Q and k_new that are rotated: even, at most head_dim_qk; 0: none.
   int32_t rotary_dim;
-  // 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
+  // 1: elements 2i and 2i + 1 are rotated as a pair; 0: elements i and i + rotary_dim / 2.
   int32_t rotary_interleaved;
   // Type of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
   int32_t dtype_rotary;
-  // FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
+  // FP8 type in which K and V are stored while Q has a 16-bit type: FMHA_E4M3FN, ...; 0: K and V have the types
+  // dtype_qk and dtype_v.
   int32_t dtype_cache;
   // 1: V is the first head_dim_v elements of K's rows, and has no address of its own; else 0.
   int32_t v_in_k;
@@ -231,7 +235,7 @@ typedef struct FmhaPart {
   // Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
   // whole ends where the part does.
   int64_t seqlen_q;
-  // Keys of each whole sequence, as seqlen_q has its queries.
+  // Number of keys of each whole sequence, as seqlen_q is that of its queries.
   int64_t seqlen_k;
   // Index of the first sequence, for dropout.
   int64_t batch;
@@ -246,7 +250,7 @@ typedef struct FmhaPart {
 typedef struct FmhaCaptured {
   // Host memory: the name in the texts.
   const char *name;
-  // A tensor's extents, of which the first num_dims count: 1 or more each.
+  // Extents of a tensor: the first num_dims of them are used, each 1 or more.
   int64_t shape[FMHA_MAX_RANK];
   // Elements from an index of an axis to the next: 0 or more each.
   int64_t strides[FMHA_MAX_RANK];
@@ -267,11 +271,14 @@ typedef struct FmhaCaptured {
 typedef struct FmhaCode {
   // sizeof(FmhaCode).
   uint64_t struct_bytes;
-  // Host memory: what a scaled score becomes, before soft-cap and bias: "s + 0.5 * (k - q)"; null: itself.
+  // Host memory: an expression that replaces the scaled score, before soft-cap and bias: "s + 0.5 * (k - q)";
+  // null: the score is unchanged.
   const char *score;
-  // Host memory: which pairs are seen, besides what FmhaProblem.mask hides: "k <= q or k < 4"; null: all.
+  // Host memory: a condition for which (query, key) pairs are visible, besides what FmhaProblem.mask hides: "k
+  // <= q or k < 4"; null: all.
   const char *mask;
-  // Host memory: num_captured of them, each once; null of none. A name that no text reads is refused.
+  // Host memory: num_captured tensors or numbers, each name once; null where there are none. A name that no text
+  // reads is refused.
   const struct FmhaCaptured *captured;
   // How many.
   int64_t num_captured;
@@ -292,11 +299,12 @@ typedef struct FmhaLists {
   int64_t head_stride;
   // FMHA_LENGTH_WHOLE, FMHA_LENGTH_PER_SEQUENCE or FMHA_LENGTH_PER_TOKEN.
   int32_t length;
-  // 1: entries are addresses page * page_size + offset of K's and V's pages, and there is no block_table; else 0.
+  // 1: list entries are addresses page * page_size + offset in the pages of K and V, and there is no
+  // block_table; else 0.
   int32_t addresses;
   // Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
   int32_t block;
-  // 1: LSE is that of the keys alone, beside a sink; else 0.
+  // 1: LSE is over the keys alone and excludes the sink; else 0.
   int32_t lse_without_sink;
 } FmhaLists;
 
@@ -319,9 +327,9 @@ typedef struct FmhaMasks {
   // Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
   // from index to index. Those past the count are not read.
   struct FmhaStrides kv_indices;
-  // Counts of the list whose blocks are seen as a whole, within lengths and FmhaProblem.mask.
+  // Counts of the list of blocks of which every key is visible, within lengths and FmhaProblem.mask.
   struct FmhaStrides full_kv_num_blocks;
-  // Indices of that list, [.., full_max_blocks].
+  // Indices of the list of full blocks, [.., full_max_blocks].
   struct FmhaStrides full_kv_indices;
   // Endpoints of a query, an even number; 0: no intervals.
   int64_t endpoints;
@@ -372,21 +380,22 @@ typedef struct FmhaSecond {
   uint64_t struct_bytes;
   // Keys of a sequence; packed or paged: of the longest.
   int64_t seqlen_k;
-  // Rows of a page; 0: its K and V are not paged.
+  // Rows of a page; 0: K and V of the second cache are not paged.
   int64_t page_size;
   // K of the second cache, shaped as FmhaProblem.k.
   struct FmhaStrides k;
   // V of the second cache, shaped as FmhaProblem.v; not read with v_in_k.
   struct FmhaStrides v;
-  // Null: no lists of its keys. lse_without_sink is 0.
+  // Lists of keys of the second cache, with lse_without_sink 0; null: no lists.
   const struct FmhaLists *lists;
-  // Intervals of its keys, and no other mask as data; null: none.
+  // Masks of the second cache, of which intervals alone may be set; null: none.
   const struct FmhaMasks *masks;
-  // 1: its K and V are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else 0.
+  // 1: K and V of the second cache are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else
+  // 0.
   int32_t packed_k;
-  // 1: FmhaSecondArgs.seqused_k says how many of its keys are in use; 0: all.
+  // 1: FmhaSecondArgs.seqused_k says how many keys of the second cache are in use for each sequence; 0: all.
   int32_t seqused_k;
-  // 1: LSE is that of the keys alone, beside a sink; else 0.
+  // 1: LSE is over the keys alone and excludes the sink; else 0.
   int32_t lse_without_sink;
   // 0.
   int32_t reserved;
@@ -395,7 +404,7 @@ typedef struct FmhaSecond {
 // All that a plan is made of. Set everything to 0 first, then what is wanted. Every pointer is to host memory,
 // which nobody reads after the plan is made.
 typedef struct FmhaProblem {
-  // sizeof(FmhaProblem): a library of another version refuses the problem.
+  // sizeof(FmhaProblem). A library that was built with another size of this struct refuses the problem.
   uint64_t struct_bytes;
   // Sequences.
   int64_t batch;
@@ -435,13 +444,13 @@ typedef struct FmhaProblem {
   const float *softcap;
   // Null: forward; else backward.
   const struct FmhaGradients *gradients;
-  // Null: the cache is read, and nothing else happens to it.
+  // How the call updates and reads its KV cache; null: it only reads K and V.
   const struct FmhaCache *cache;
   // Null: the call is whole.
   const struct FmhaPart *part;
   // Null: no score and no mask as code.
   const struct FmhaCode *code;
-  // Null: every query sees the keys of its sequence that the mask shows.
+  // Lists of keys; null: every query sees the keys of its sequence that the mask leaves visible.
   const struct FmhaLists *lists;
   // Null: no mask as data.
   const struct FmhaMasks *masks;
@@ -453,7 +462,7 @@ typedef struct FmhaProblem {
   float p_drop;
   // Type of Q and K: FMHA_F16, ...
   int32_t dtype_qk;
-  // Type of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
+  // Type of V: that of Q and K; with FP8 Q and K also FMHA_F16 or FMHA_BF16.
   int32_t dtype_v;
   // Type of O.
   int32_t dtype_o;
@@ -481,7 +490,7 @@ typedef struct FmhaProblem {
   int32_t descale_v;
   // 1: FP8 O is multiplied by scale_o before it is rounded; else 0.
   int32_t scale_o;
-  // 1: LSE is written; else 0. Backward reads LSE whatever this says.
+  // 1: LSE is written; else 0. Backward reads LSE in both cases.
   int32_t write_lse;
   // 1: the keep mask of dropout is written; else 0.
   int32_t write_keep_mask;
@@ -507,9 +516,9 @@ typedef struct FmhaOptions {
   int32_t allow_fallback;
   // FMHA_FAST or FMHA_EXACT.
   int32_t accuracy;
-  // 1: the same bits every run, or a refusal. Forward and combine always keep it.
+  // 1: every run gives the same bits, or the plan is refused. Forward and combine always do.
   int32_t deterministic;
-  // 1: a sequence's bits depend on its own lengths and contents alone, or a refusal.
+  // 1: the bits of a sequence's results depend on its own lengths and contents alone, or the plan is refused.
   int32_t batch_invariant;
   // 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
   // their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
@@ -517,8 +526,8 @@ typedef struct FmhaOptions {
   // 1: the plan allocates no scratch, and each run brings its own in FmhaArgs.workspace; runs of one plan may then
   // overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
   int32_t caller_workspace;
-  // 1: a query row's bits depend on that row and the keys that it sees alone, in training, prefill and decoding, or
-  // a refusal.
+  // 1: the bits of a query row's results depend on that row and the keys that it sees alone, in training,
+  // prefill and decoding, or the plan is refused.
   int32_t row_invariant;
   // 0.
   int32_t reserved;
@@ -528,27 +537,27 @@ typedef struct FmhaOptions {
 typedef struct FmhaSecondArgs {
   // sizeof(FmhaSecondArgs).
   uint64_t struct_bytes;
-  // Read: its K.
+  // Read: K of the second cache.
   const void *k;
-  // Read: its V. Null with v_in_k.
+  // Read: V of the second cache. Null with v_in_k.
   const void *v;
   // Read: i32 [batch + 1], first row of each sequence of packed K and V.
   const int32_t *cu_seqlens_k;
-  // Read: i32 [batch], its keys in use of each sequence.
+  // Read: i32 [batch], number of keys of the second cache in use for each sequence.
   const int32_t *seqused_k;
   // Read: paged: i32 [batch, max_pages], the pages of each sequence.
   const int32_t *block_table;
-  // Read: lists of its keys, as FmhaArgs.indices.
+  // Read: lists of keys of the second cache, in the form of FmhaArgs.indices.
   const int32_t *indices;
   // Read: entries in use of each list.
   const int32_t *topk_length;
-  // Read: endpoints of its intervals, i32.
+  // Read: endpoints of the intervals of keys of the second cache, i32.
   const int32_t *intervals;
-  // Packed: rows of its K and V, all sequences together; else 0.
+  // Packed: rows of K and V of the second cache, all sequences together; else 0.
   int64_t total_k;
-  // Paged: pages of its K and V, used or not; else 0.
+  // Paged: number of pages of K and V of the second cache, used or not; else 0.
   int64_t num_pages;
-  // Paged: entries of a row of its block_table, times page_size at least seqlen_k; else 0.
+  // Paged: entries of a row of the second cache's block_table, times page_size at least seqlen_k; else 0.
   int64_t max_pages;
 } FmhaSecondArgs;
 
@@ -556,7 +565,8 @@ typedef struct FmhaSecondArgs {
 typedef struct FmhaCapturedArgs {
   // A tensor's first element; null: a number.
   const void *data;
-  // Written: the gradient, dense, of the tensor's shape, 0 where no score read it; null without write_grad.
+  // Written: the dense gradient, in the tensor's shape, 0 at elements that no score read; null without
+  // write_grad.
   void *grad;
   // The number that the text declares an int.
   int64_t integer;
@@ -570,7 +580,7 @@ typedef struct FmhaCapturedArgs {
 // everything to 0 first, then what the problem has. What it is without is null, and so may be a tensor of 0
 // elements. Addresses are those of a first element, in the memory of the plan's device.
 typedef struct FmhaArgs {
-  // sizeof(FmhaArgs): a library of another version refuses the run.
+  // sizeof(FmhaArgs). A library that was built with another size of this struct refuses the run.
   uint64_t struct_bytes;
   // CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
   void *stream;
@@ -586,7 +596,8 @@ typedef struct FmhaArgs {
   const void *bias;
   // Written: LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]. Backward reads it.
   float *lse;
-  // Written: the dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes. Backward leaves it alone.
+  // Written: the dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes. Backward neither reads nor
+  // writes it.
   uint8_t *keep_mask;
   // Written: each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
   // that are seen, without the sink; -inf for a row that sees none.
@@ -616,7 +627,7 @@ typedef struct FmhaArgs {
   const float *descale_k;
   // Read: FP8 V's factor, as descale_q.
   const float *descale_v;
-  // Read: factor of FP8 O, f32 [1]. Backward leaves it alone.
+  // Read: the factor by which FP8 O is multiplied, f32 [1]. Backward does not read it.
   const float *scale_o;
   // Read: gradient of O.
   const void *dout;
@@ -648,7 +659,7 @@ typedef struct FmhaArgs {
   // Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the
   // sequence. Absent: an entry below 0, or at or past seqlen_k.
   const int32_t *indices;
-  // Read: entries in use of each list, those past them never read.
+  // Read: number of entries in use of each list; entries past them are never read.
   const int32_t *topk_length;
   // Read: endpoints of the intervals, i32.
   const int32_t *intervals;
@@ -656,11 +667,11 @@ typedef struct FmhaArgs {
   const uint32_t *mask_bits;
   // Read: counts of the blocks that other masks cut.
   const int32_t *kv_num_blocks;
-  // Read: indices of those blocks.
+  // Read: indices of the blocks that kv_num_blocks counts.
   const int32_t *kv_indices;
   // Read: counts of the blocks that are seen as a whole.
   const int32_t *full_kv_num_blocks;
-  // Read: indices of those blocks.
+  // Read: indices of the blocks that full_kv_num_blocks counts.
   const int32_t *full_kv_indices;
   // From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
   // here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.
@@ -692,7 +703,7 @@ typedef struct FmhaArgs {
   uint64_t workspace_bytes;
   // Key of the dropout generator, where dropout_seeded is 1.
   uint64_t dropout_seed;
-  // Last word of its counter.
+  // Last 64-bit word of the counter of the dropout generator.
   uint64_t dropout_offset;
   // 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
   // has it; else 0.
@@ -718,7 +729,7 @@ typedef struct FmhaCombineProblem {
   int64_t head_dim_v;
   // O of every part [batch, seqlen_q, num_heads_q, head_dim_v].
   struct FmhaStrides part;
-  // The combined O, of the same shape.
+  // The combined O, in the shape of each part.
   struct FmhaStrides o;
   // Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_part;
@@ -726,7 +737,7 @@ typedef struct FmhaCombineProblem {
   int32_t dtype_o;
   // Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
   int32_t merge;
-  // 1: the combined LSE is written; else 0, as where parts are added.
+  // 1: the combined LSE is written; else 0, which it must be where parts are added.
   int32_t write_lse;
 } FmhaCombineProblem;
 
@@ -794,13 +805,13 @@ typedef struct FmhaChooseProblem {
   int64_t selected;
   // Blocks that may be chosen by sums.
   int64_t num_blocks;
-  // Candidates of a row that are in whatever they score: the first so many blocks.
+  // Number of first blocks that are always chosen, whatever their scores.
   int64_t first_blocks;
-  // Candidates of a row that are in whatever they score: the last so many blocks.
+  // Number of last blocks that are always chosen, whatever their scores.
   int64_t last_blocks;
   // Type of q: FMHA_F32, ...; 0 where scores are given.
   int32_t dtype_q;
-  // Type of k, likewise.
+  // Type of k: FMHA_F32, ...; 0 where scores are given.
   int32_t dtype_k;
   // FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
   int32_t candidates;
@@ -808,7 +819,7 @@ typedef struct FmhaChooseProblem {
   int32_t k_scale;
   // 1: seqused_k says how many keys of each sequence are in use; 0: all.
   int32_t seqused_k;
-  // 1: the scores that are chosen among are written; else 0.
+  // 1: the scores among which the greatest are chosen are written; else 0.
   int32_t write_scores;
 } FmhaChooseProblem;
 
@@ -955,9 +966,9 @@ typedef struct FmhaRun {
 typedef struct FmhaRanks {
   // sizeof(FmhaRanks).
   uint64_t struct_bytes;
-  // Rows of this rank's Q and O, as partition_q gives them.
+  // Number of rows of this rank's Q and O, under the partition partition_q.
   int64_t own_rows_q;
-  // Rows of this rank's K and V, as partition_k gives them.
+  // Number of rows of this rank's K and V, under the partition partition_k.
   int64_t own_rows_k;
   // Host memory: with FMHA_RUNS the runs of queries of each rank, ascending for a rank; else null.
   const struct FmhaRun *runs_q;
@@ -969,7 +980,8 @@ typedef struct FmhaRanks {
   int64_t num_runs_k;
   // Host memory: with packed_q the first row of each sequence of the whole, i32 [batch + 1]; else null.
   const int32_t *cu_seqlens_q;
-  // Host memory: with packed_k the same of K and V; else null.
+  // Host memory: with packed_k the first row of K and V of each sequence of the whole, i32 [batch + 1]; else
+  // null.
   const int32_t *cu_seqlens_k;
   // Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
   // fastest.

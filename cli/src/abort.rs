@@ -1,8 +1,8 @@
 //! Last resort for a process that runs out of memory.
 //!
 //! Allocations of the size of a problem are checked before they are made, and refused with a number. A small
-//! allocation that fails inside a library ends in `std`'s `memory allocation of N bytes failed` and an abort,
-//! which no stable hook can replace. This turns the abort into the exit status of an error.
+//! allocation that fails inside a library ends in `std`'s `memory allocation of N bytes failed` and an abort, which
+//! no stable hook can replace. This module turns the abort into the exit status of an error.
 
 /// Makes an abort end with exit status 2.
 #[cfg(unix)]

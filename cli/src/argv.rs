@@ -55,7 +55,7 @@ const SWITCHES: &[&str] = &[
     "backward",
 ];
 
-/// Composable Kernel's options that we do not have, and the default at which they change nothing.
+/// Options of Composable Kernel that this command lacks, with the default value at which they change nothing.
 const ABSENT: &[(&str, &str)] = &[
     ("drop_prefs", "0"),
     ("timer", "gpu"),
@@ -64,7 +64,7 @@ const ABSENT: &[(&str, &str)] = &[
     ("pack_gqa", "1"),
 ];
 
-/// The arguments as `clap` is to see them.
+/// The arguments in the form for `clap`.
 pub(super) fn normalise(args: impl IntoIterator<Item = String>) -> Result<Vec<String>, Failure> {
     let mut args = args.into_iter().peekable();
     let mut normal = Vec::new();
@@ -129,7 +129,7 @@ fn split(arg: &str) -> Option<(&str, Option<&str>)> {
     (name.len() > 1).then_some((name, value))
 }
 
-/// Whether it is one dash and a name of three letters or more: no option of one letter has such a value.
+/// Whether the argument is one dash and a name of three letters or more: no one-letter option has such a value.
 fn is_word(arg: &str) -> bool {
     let name = arg.strip_prefix('-').map(|body| body.split('=').next().unwrap_or(body));
     let has_letters =

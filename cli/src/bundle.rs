@@ -86,12 +86,12 @@ impl BundleArgs {
         Ok(Verdict::Right)
     }
 
-    /// Whether a part of the name, from its start or from a `/`, is the filter.
+    /// Whether a part of the name, beginning at its start or after a `/`, equals the filter.
     fn wants(&self, name: &str) -> bool {
         name.starts_with(&self.filter) || name.contains(&format!("/{}", self.filter))
     }
 
-    /// Adds what a backend compiles for the table, each kernel once.
+    /// Adds the kernels that a backend compiles for the table, each once.
     fn collect<'a>(
         &self,
         backend: &'a Device,

@@ -6,7 +6,7 @@ use fmha::{Append, BlockFormat, DType, Dims, FwdProblem, KvLayout, Rotary, Rotar
 use crate::failure::Failure;
 use crate::options::{at_least_0, at_least_1, dtype};
 
-/// Options for a KV cache, apart from reading it in place.
+/// Options for a KV cache, besides reading it in place.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "KV cache (made-up data, --mode 0)")]
 pub(super) struct CacheOptions {
@@ -56,7 +56,7 @@ pub(super) struct CachePlaces {
     pub(super) block_table: Vec<i32>,
     pub(super) max_pages: u32,
     pub(super) num_pages: Option<u32>,
-    /// u32 `[batch, seqlen_q, words]`; empty where there is none.
+    /// Tree mask, u32 `[batch, seqlen_q, words]`; empty without one.
     pub(super) tree_mask: Vec<i32>,
 }
 

@@ -15,14 +15,14 @@ use crate::progress::Progress;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verify {
     None,
-    /// All of it if that takes a moment, otherwise a sample.
+    /// Everything if that takes a moment, otherwise a sample.
     Auto,
     Full,
     Sample,
 }
 
 impl Verify {
-    /// The word by which the extent is named.
+    /// The word that names the extent of the check.
     pub(super) fn word(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -44,7 +44,7 @@ pub(super) fn verify(text: &str) -> Result<Verify, String> {
     }
 }
 
-/// Multiplications of the reference that take a few seconds on two cores.
+/// Number of the reference's multiplications that take a few seconds on two cores.
 const AUTO_BUDGET: f64 = 5e9;
 const SAMPLE_BUDGET: f64 = 4e8;
 
@@ -106,7 +106,7 @@ pub(super) fn check(
     expected: Option<&Tensor>,
     progress: &Progress,
 ) -> Result<Checked, Failure> {
-    // The bound of what is expected comes out of the same comparison.
+    // The bound for the expected tensor comes from the same comparison.
     let verify = if expected.is_some() && verify == Verify::None { Verify::Sample } else { verify };
     let step = |done, total| progress.at(done, total);
     match call {
@@ -145,7 +145,7 @@ pub(super) fn check(
     }
 }
 
-/// Refuses to call a result right by bounds that any result would be within.
+/// Refuses to call a result right if the bounds are so wide that any result would pass.
 fn meaningful(verdict: Verdict) -> Result<Verdict, Failure> {
     if verdict.pass() && verdict.says_nothing() {
         let bounds =
@@ -178,7 +178,7 @@ fn against(expected: &Tensor, dtype: fmha::DType, found: &[u8], bound: &TensorVe
         let same = found == expected || found.is_nan() && expected.is_nan();
         if same { 0.0 } else { (found - expected).abs() }
     };
-    // A NaN on one side alone is an infinite difference, not one that `max` would pass over.
+    // A NaN on only one side counts as an infinite difference, since `max` would ignore it.
     let error = pairs.map(differs).map(|d| if d.is_nan() { f64::INFINITY } else { d }).fold(0.0, f64::max);
     Expected { error, allowed: bound.max_bound }
 }

@@ -79,7 +79,7 @@ impl ConformanceArgs {
             let filter = self.filter.map(|filter| filter.to_string()).unwrap_or_default();
             return Err(Failure::wrong(format!("filter `{filter}` finds 0 of {count} cases")));
         }
-        // The backend says which kernels a case needs; a list of names needs none.
+        // Only a division by kernels needs the backend; a list of names does not.
         if self.list && self.deal.is_none() {
             return list(out, &cases);
         }
@@ -112,7 +112,7 @@ impl ConformanceArgs {
             out.flush()?;
         }
 
-        // A panic of a kernel is a failed case; the report has its message.
+        // A panic of a kernel counts as a failed case, and the report has its message.
         std::panic::set_hook(Box::new(|_| ()));
         let progress = Progress::new("cases");
         let ran = std::thread::scope(|scope| -> Result<Report, Failure> {
@@ -130,7 +130,7 @@ impl ConformanceArgs {
                     ControlFlow::Continue(())
                 })
             });
-            // Prints cases as they end: a run may take hours.
+            // Cases are printed as they end, since a run may take hours.
             for text in told.into_iter().flatten() {
                 if !self.json {
                     progress.beside(|| writeln!(out, "{text}").and_then(|()| out.flush()))?;

@@ -1,4 +1,4 @@
-//! The user's own data: where it comes from, where results go.
+//! The user's own data: sources of tensors, and files for results.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -68,16 +68,16 @@ pub(super) struct DataArgs {
     expect: Option<String>,
 }
 
-/// Q, K, V as they were read.
+/// Q, K and V as read from the user's file.
 pub(super) struct OwnData {
     pub(super) given: Given,
     pub(super) q: Tensor,
     pub(super) k: Tensor,
     pub(super) v: Tensor,
     archive: Option<Archive>,
-    /// Sources of the other operands, as far as the user has given them.
+    /// Sources of the other operands, if the user has given them.
     chosen: Vec<(&'static str, String)>,
-    /// A bias is read early: its type makes the problem.
+    /// The bias is read early, because its type is part of the problem.
     bias: Option<Tensor>,
 }
 
@@ -150,7 +150,7 @@ pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
 }
 
 impl OwnData {
-    /// Tensor of an operand. It is not made up if the user has brought other tensors and not this one.
+    /// Tensor of an operand. None is made up if the user has given other tensors but not this one.
     pub(super) fn operand(&self, wanted: &Wanted) -> Result<Tensor, Failure> {
         let Wanted { name, dtype, ref shape, .. } = *wanted;
         let tensor = if name == "bias" && self.bias.is_some() {
@@ -180,7 +180,7 @@ impl OwnData {
         Ok(tensor)
     }
 
-    /// Every operand that the problem has is there, and none that it has not.
+    /// Checks that every operand of the problem is given, and no other.
     pub(super) fn fits(&self, setup: &Setup) -> Result<(), Failure> {
         let wanted = operands_of(setup);
         for one in &wanted {
@@ -198,7 +198,7 @@ impl OwnData {
     }
 }
 
-/// An operand's tensor: as the user has said, or of its own name in the archive.
+/// An operand's tensor: from the source that the user has named, or under its own name in the archive.
 fn source(
     name: &str,
     chosen: &[(&'static str, String)],
@@ -215,7 +215,7 @@ fn source(
 }
 
 impl DataArgs {
-    /// Q, K and V, if the user brings them.
+    /// Q, K and V, if the user gives them.
     pub(super) fn load(&self, problem: &ProblemArgs) -> Result<Option<OwnData>, Failure> {
         let raw = problem.precision;
         let raw_of = |name: &str| raw.map(|raw| if name == "v" { raw.v } else { raw.qk });
@@ -340,7 +340,7 @@ impl DataArgs {
         })
     }
 
-    /// No output over another output, or over a file that is read.
+    /// Checks that no output is another output, or a file that is read.
     fn distinct(&self) -> Result<(), Failure> {
         let mut outputs = Vec::new();
         for (option, path) in [
@@ -421,8 +421,8 @@ impl Given {
     }
 }
 
-/// A dense tensor's shape in a file: its memory order, heads before rows where it is permuted, without a
-/// batch axis when it is packed.
+/// A dense tensor's shape in a file, in memory order: heads before rows if it is permuted, without a batch axis if
+/// it is packed.
 pub(super) fn file_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u64> {
     let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
     let rows = if permuted { vec![head, seq, dim] } else { vec![seq, head, dim] };
@@ -463,7 +463,7 @@ pub(super) struct Outputs {
 }
 
 impl Outputs {
-    /// Writes the requested files, all of them or none; `tensor` gives a result by its name.
+    /// Writes the requested files, all of them or none; `tensor` returns a result by its name.
     pub(super) fn write(
         &self,
         mut tensor: impl FnMut(&'static str) -> Result<Option<Tensor>, Failure>,

@@ -177,7 +177,7 @@ impl ExplainArgs {
 }
 
 impl ExplainArgs {
-    /// The small outputs that are wanted, which forward alone has.
+    /// Sets the requested small outputs, which only the forward has.
     fn take_outputs(&self, setup: &mut Setup) -> Result<(), Failure> {
         let outputs = &mut setup.fwd.outputs;
         (outputs.row_max, outputs.head_max, outputs.key_sum) = (self.row_max, self.head_max, self.key_sum);
@@ -190,13 +190,13 @@ impl ExplainArgs {
     }
 }
 
-/// Queries and keys of the kernel's tile; 64 each of one that does not say them.
+/// Queries and keys of the kernel's tile; 64 each for a kernel that does not report them.
 fn tile_of<P: Problem>(plan: &Plan<P>) -> [u32; 2] {
     let detail = |name: &str| plan.details().iter().find(|(known, _)| *known == name).map(|(_, value)| value);
     let numbers = |text: &str| -> Vec<u32> {
         text.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
     };
-    // GPUs say `128 x 64, ..`, the CPU each side by its name.
+    // GPUs report `128 x 64, ..`, the CPU each side by its name.
     let tile = detail("tile").map(|text| numbers(text)).unwrap_or_default();
     let sides =
         ["block_m", "block_n"].map(|name| detail(name).and_then(|text| numbers(text).first().copied()));

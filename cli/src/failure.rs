@@ -17,7 +17,7 @@ impl Failure {
         Self::Wrong(line.into())
     }
 
-    /// Adds the option or the operand that the failure comes from.
+    /// Adds the option or operand from which the failure comes.
     pub(super) fn of(self, field: &str) -> Self {
         match self {
             Self::Pipe => Self::Pipe,
@@ -41,7 +41,7 @@ pub(super) fn is_read() -> bool {
     told != 1 || output.revents & (libc::POLLERR | libc::POLLHUP) == 0
 }
 
-/// Whether standard output still has a reader: a write will show it.
+/// Whether standard output still has a reader, found by writing to it.
 #[cfg(not(unix))]
 pub(super) fn is_read() -> bool {
     true

@@ -24,9 +24,8 @@ impl Tensor {
         self.bytes.chunks_exact(self.dtype.size_bytes() as usize).map(|elem| self.dtype.read(elem))
     }
 
-    /// The logical axes: rank 4, or 3 for one sequence (or packed ones).
-    ///
-    /// `order` spells the memory order, `bshd`.
+    /// The logical axes of a tensor of rank 4, or of rank 3 for one sequence or packed ones. `order` is the memory
+    /// order, such as `bshd`.
     pub(super) fn logical(&self, name: &str, order: &str) -> Result<Shape, Failure> {
         let axes: Vec<u64> = match self.shape.len() {
             4 => self.shape.clone(),
@@ -51,7 +50,7 @@ impl Tensor {
     }
 }
 
-/// Reads a `.npy` file; `raw` is what the user says of elements that are raw bytes in it.
+/// Reads a `.npy` file; `raw` is the user's type for elements that the file calls raw bytes.
 pub(super) fn read_npy(path: &Path, raw: Option<DType>) -> Result<Tensor, Failure> {
     npy::decode(read(path)?, raw).map_err(|text| Failure::wrong(format!("{}: {text}", path.display())))
 }
@@ -139,7 +138,7 @@ pub(super) fn stage_npy(path: &Path, tensor: &Tensor) -> Result<Staged, Failure>
     })
 }
 
-/// A tensor in the form that its crate takes.
+/// A tensor in the form for the crate that writes it.
 struct Stored<'a> {
     tensor: &'a Tensor,
     extents: Vec<usize>,

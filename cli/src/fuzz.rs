@@ -1,5 +1,5 @@
-//! Random arguments, tables and files: each is taken or refused in a line of its own, and nothing panics.
-//! `FMHA_FUZZ_SECONDS` says about how long each test goes on.
+//! Random arguments, tables and files: each is accepted or refused with one line, and nothing panics.
+//! `FMHA_FUZZ_SECONDS` sets about how long each test runs.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::options::ProblemArgs;
 use crate::report::describe;
 use crate::{Action, Command, one_line};
 
-/// Number of cases: those that a second allows, times the seconds of the run.
+/// Number of cases: cases per second times the seconds of the run.
 pub(crate) fn config(cases_per_second: u32) -> ProptestConfig {
     let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds: u32 = seconds.map_or(1, |seconds| seconds.parse().unwrap());
@@ -23,8 +23,8 @@ pub(crate) fn config(cases_per_second: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// Numbers where something changes, and words that are none. Either few sequences or absurdly many: what
-/// lies between is allowed, and takes the memory that it says.
+/// Numbers at which behaviour changes, and words that are no numbers. There are few sequences or absurdly many:
+/// numbers between are allowed, but would really use that memory.
 const NUMBERS: &[&str] = &[
     "0",
     "1",
@@ -161,7 +161,7 @@ fn problem_of(action: Action) -> Option<ProblemArgs> {
     }
 }
 
-/// A refusal says something, in a line.
+/// Checks that a refusal has a text, of one line.
 fn is_a_line(text: &str) -> Result<(), TestCaseError> {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty()).count();
     prop_assert!(lines >= 1, "{:?}", text);
@@ -172,7 +172,7 @@ fn is_a_line(text: &str) -> Result<(), TestCaseError> {
 proptest! {
     #![proptest_config(config(400))]
 
-    /// Whatever the options: a problem that is described, or a refusal.
+    /// Any options give a described problem or a refusal.
     #[test]
     fn any_options_are_a_problem_or_a_refusal(options in prop::collection::vec(option(), 0..7)) {
         let words = ["fmha", "explain"].map(str::to_owned).into_iter().chain(options.into_iter().flatten());
@@ -199,7 +199,7 @@ proptest! {
         }
     }
 
-    /// Whatever the text: tables, or a refusal with a line's number.
+    /// Any text gives tables, or a refusal with a line number.
     #[test]
     fn any_text_is_a_table_or_a_refusal(
         parts in prop::collection::vec(select(vec![

@@ -1,4 +1,4 @@
-//! One problem with its tensors on a backend: planned once, called many times, read back.
+//! One problem with its tensors on a backend: planned once, run many times, read back.
 
 use std::collections::BTreeMap;
 
@@ -102,7 +102,7 @@ impl Call {
         }
     }
 
-    /// Queues it over operands that were placed, and waits for nothing.
+    /// Queues the call on placed operands, and returns without waiting.
     pub(super) fn queue(&mut self, resident: &mut Resident<'_>, stream: &Stream) -> Result<(), fmha::Error> {
         match self {
             Self::Forward(host, plan) => resident.queue_fwd(plan, host, stream),
@@ -112,7 +112,7 @@ impl Call {
 }
 
 impl<'a> Job<'a> {
-    /// Plans `setup` on `backend` and puts its tensors there. Outputs are NaN until they are written.
+    /// Plans `setup` on `backend` and copies its tensors there. Outputs are NaN until they are written.
     pub(super) fn new(
         backend: &'a Device,
         setup: &'a Setup,
@@ -135,7 +135,7 @@ impl<'a> Job<'a> {
             }
             Some(bwd) => {
                 let plan = backend.plan_bwd(&bwd.clone().validate()?, options)?;
-                // Makes O and LSE; which kernel does is not what was asked about.
+                // The auxiliary forward makes O and LSE; any kernel may compute it.
                 let auxiliary = PlanOptions::default().allow_fallback(true);
                 let forward = backend.plan_fwd(&valid, &auxiliary)?;
                 let workspace = plan.workspace().max(forward.workspace());
@@ -167,7 +167,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Queues the call and waits until it is done; how long it took.
+    /// Queues the call and waits until it is done; returns its duration.
     pub(super) fn run(&mut self) -> Result<CallTime, Failure> {
         Ok(match &mut self.call {
             Call::Forward(host, plan) => self.resident.run_fwd(plan, host)?,
@@ -186,7 +186,7 @@ impl<'a> Job<'a> {
         &mut self.call
     }
 
-    /// The bytes of every result, as it is on the host.
+    /// The bytes of every result on the host.
     pub(super) fn results(&mut self) -> Result<Vec<Vec<u8>>, Failure> {
         let call = self.read_back()?;
         let results: &[Operand] = match call {
@@ -229,7 +229,7 @@ impl<'a> Job<'a> {
             .collect()
     }
 
-    /// A result that was [read back](Self::read_back), as a file has it.
+    /// A result that was [read back](Self::read_back), in the form for a file.
     pub(super) fn result(&self, name: &str) -> Option<Tensor> {
         let fwd = &self.setup.fwd;
         let extents = self.setup.extents();
@@ -250,7 +250,7 @@ impl<'a> Job<'a> {
                 let (operand, shape) = match name {
                     "dq" => (Operand::Dq, rows(extents.q, iperm)),
                     "dk" => (Operand::Dk, rows(extents.k, iperm)),
-                    // Row-major whatever V is, and b*s*h*d where V is not.
+                    // dV is row-major for every layout of V, and b*s*h*d if V is not b*h*s*d.
                     "dv" => (Operand::Dv, rows(extents.v, iperm && fwd.layout.v == VLayout::RowMajor)),
                     "dbias" => {
                         let shape = host.operands.get(Operand::Dbias)?.shape;
@@ -288,8 +288,7 @@ impl Setup {
     }
 }
 
-/// The user's tensors in place of made-up ones. Their shapes made the problem or were held to it, so they
-/// fit.
+/// Replaces made-up tensors by the user's. Their shapes were checked against the problem, so they fit.
 fn overwrite(operands: &mut Operands, setup: &Setup, own: Option<OwnData>) -> Result<(), Failure> {
     let Some(own) = own else { return Ok(()) };
     for (operand, tensor) in [(Operand::Q, &own.q), (Operand::K, &own.k), (Operand::V, &own.v)] {
@@ -311,8 +310,8 @@ fn fill(operands: &mut Operands, operand: Operand, tensor: &Tensor) -> Result<()
     Ok(())
 }
 
-/// Asks for the bytes of all tensors at once, and gives them back: what does not fit is an error
-/// here, with the number, and not an abort somewhere later. `copies` is 2 for gradients.
+/// Allocates the bytes of all tensors at once, and frees them: too large a problem is an error here, with the
+/// number, instead of an abort later. `copies` is 2 for gradients.
 fn there_is_room(
     valid: &ValidFwd,
     extents: Extents,
@@ -327,7 +326,7 @@ fn there_is_room(
         (valid.strides.o, extents.o, valid.dtypes.o),
     ] {
         bytes += u128::from(ValidFwd::extent_bytes(strides, shape, dtype)) * u128::from(copies);
-        // An index entry for each row while it is filled.
+        // Each row needs an index entry while it is filled.
         bytes += u128::from(shape.batch) * u128::from(shape.seq) * 16;
     }
     if let fmha::Bias::Elementwise(bias) = valid.score.bias {

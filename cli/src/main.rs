@@ -1,6 +1,5 @@
-//! The `fmha` command: what it takes, what it prints, how it ends.
-//!
-//! Exit status: 0 = done and right, 1 = a result is wrong, 2 = not done (one line says why).
+//! The `fmha` command: its options, its output, and its exit status. 0 = done and right, 1 = a result is wrong, 2 =
+//! not done (one line says why).
 
 mod abort;
 mod argv;
@@ -129,7 +128,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// One line on standard error, whether anybody reads it or not.
+/// Prints one line on standard error; a closed pipe is no error.
 fn say(line: &str) {
     let line = line.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
     drop(writeln!(std::io::stderr(), "error: {line}"));
@@ -156,10 +155,11 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
     let threads = !matches!(command.action, Action::Devices(_) | Action::Explain(_) | Action::Completions(_));
     if threads {
         let threads = check_threads()?;
-        // Two threads that each lack memory say so on a line each: asked for together beforehand, it is one error.
+        // The memory of all threads is requested together, so that a lack of it is one error instead of one line
+        // per thread.
         let room = threads as u128 * THREAD_BYTES;
         memory::reservable(&format_args!("{threads} threads for the check"), room)?;
-        // Started here, where a refusal of the system is an error; at first use it is a panic.
+        // Threads are started here, where a refusal of the system is an error; at first use it would be a panic.
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .build_global()
@@ -178,13 +178,13 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
     }
 }
 
-/// Address space of a thread of the check: the stack that std gives it, 2 MiB, and an eighth for what it allocates.
+/// Address space of a thread of the check: std's stack of 2 MiB, and an eighth for its allocations.
 const THREAD_BYTES: u128 = (2 << 20) + (256 << 10);
 
 /// Threads of the check: `RAYON_NUM_THREADS`, or one a core.
 fn check_threads() -> Result<usize, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    // Some thousands take minutes to start, and the system's limit is met on the way.
+    // Some thousands of threads take minutes to start, and would reach the system's limit.
     let most = 256.max(4 * cores);
     let name = "RAYON_NUM_THREADS";
     match std::env::var(name) {
@@ -200,7 +200,7 @@ fn check_threads() -> Result<usize, Failure> {
     }
 }
 
-/// Help was asked for, or the arguments are wrong.
+/// Prints help if it was requested, otherwise the error in the arguments.
 fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
@@ -220,10 +220,10 @@ fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
     }
 }
 
-/// `clap`'s error without its usage, and the option of ours that was probably meant.
+/// `clap`'s error without its usage, with the option that was probably meant.
 fn one_line(error: &clap::Error) -> String {
     use std::error::Error;
-    // A value's own parser names the field and the number: its sentence is the best there is.
+    // A value's own parser names the field and the number, so its sentence is used.
     if let Some(source) = error.source().filter(|_| error.kind() == ErrorKind::ValueValidation) {
         let said = source.to_string();
         let meant = suggest::value(error, &said);
@@ -257,7 +257,7 @@ mod tests {
                         continue;
                     };
                     let line = one_line(&error);
-                    // Another argument is missing: the value was taken.
+                    // Another argument is missing, so the value itself was valid.
                     if line.contains("required arguments") {
                         continue;
                     }

@@ -9,7 +9,7 @@ use crate::failure::Failure;
 use crate::npy::{self, MaskElem};
 use crate::target::read;
 
-/// A mask's axes before those of a head: sequences, where Q has a batch axis, and heads.
+/// A mask's axes before those of one head: sequences, if Q has a batch axis, and heads.
 struct Axes {
     of: MaskAxes,
     /// The last two axes.

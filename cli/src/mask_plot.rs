@@ -1,4 +1,5 @@
-//! `fmha explain --plot FILE.svg`: which tiles of a mask a kernel computes whole, which it cuts, and which it skips.
+//! `fmha explain --plot FILE.svg`: which tiles of a mask a kernel computes completely, which are partly masked, and
+//! which it skips.
 
 use std::path::Path;
 
@@ -13,7 +14,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use crate::failure::Failure;
 use crate::setup::Setup;
 
-/// Most tiles along an axis: beyond it a picture's tile is several of the kernel's.
+/// Most tiles along an axis of the picture; with more, a tile of the picture is several of the kernel's.
 const MOST_TILES: u32 = 192;
 /// Longest side of the picture of tiles, pixels.
 const SIDE: u32 = 720;
@@ -65,7 +66,7 @@ pub(super) fn write(setup: &Setup, [block_q, block_k]: [u32; 2], path: &Path) ->
     Ok(words)
 }
 
-/// The mask in words: its band, and which others there are.
+/// The mask in words: its band, and the other masks.
 fn said(setup: &Setup) -> String {
     let masks = &setup.fwd.masks;
     let code = setup.fwd.code.mask.as_ref().map(|mask| format!(" and `{mask}`"));
@@ -144,7 +145,7 @@ fn svg(picture: &Picture, title: &str, legend: [(&str, usize); 3]) -> Result<Str
             x += 150;
         }
         for (row, classes) in picture.rows.iter().enumerate() {
-            // Tiles of one class beside each other are one rectangle.
+            // Adjacent tiles of one class are drawn as one rectangle.
             let mut first = 0;
             for run in classes.chunk_by(|a, b| a == b) {
                 let colour = COLOURS[match run[0] {

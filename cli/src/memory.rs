@@ -1,5 +1,5 @@
-//! Available memory, checked before it is used: a problem that does not fit is an error with its number, and
-//! not an abort later.
+//! Available memory, checked before it is used: a problem that does not fit gives an error with the number instead
+//! of an abort.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use fmha::Error;
 
 use crate::failure::Failure;
 
-/// Refuses `bytes` that the system or this process' limits do not have; `what` says what they are for.
+/// Refuses `bytes` that exceed the system's free memory or this process' limits; `what` describes their use.
 pub(super) fn room_for(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failure> {
     if let Some(available) = available_bytes()
         && bytes > u128::from(available)
@@ -17,8 +17,8 @@ pub(super) fn room_for(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failu
     reservable(what, bytes)
 }
 
-/// Refuses `bytes` of address space that this process' limits do not have. The memory itself may never be
-/// needed, as that of stacks.
+/// Refuses `bytes` of address space that exceed this process' limits. The memory itself may never be needed, as for
+/// stacks.
 pub(super) fn reservable(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failure> {
     let probe = usize::try_from(bytes).map_err(|error| lack_of(what, bytes, error.to_string()))?;
     // A limit of the process shows at the reservation; given back at once.

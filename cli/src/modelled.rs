@@ -1,5 +1,4 @@
-//! Work of a kernel for each unit of a multiprocessor, counted in the emulator, and the times modelled from
-//! it.
+//! Work of a kernel for each unit of a multiprocessor, counted in the emulator, with times modelled from it.
 
 use std::io::Write;
 
@@ -81,14 +80,14 @@ const RTX_BLACKWELL: Rates = Rates {
     source: "RTX Blackwell whitepaper (tensor, memory), CUDA C++ Programming Guide for 12.0 (others)",
 };
 
-/// A unit of a multiprocessor and what it does in a cycle.
+/// A unit of a multiprocessor, and its work per cycle.
 struct Unit {
     name: &'static str,
     /// Amount of work, from the counters of a launch.
     work: fn(&Counted) -> f64,
     unit: &'static str,
     a_cycle: fn(&Rates) -> f64,
-    /// Whether the unit belongs to the multiprocessor. What lies in the L2 cache costs the memory nothing.
+    /// Whether the unit is inside the multiprocessor. Data in the L2 cache cause no memory traffic.
     inside: bool,
 }
 
@@ -158,7 +157,7 @@ const UNITS: &[Unit] = &[
     },
 ];
 
-/// The counters of a launch, as the emulator gives them.
+/// The counters of a launch, from the emulator.
 struct Counted {
     launch: Value,
     tiles: f64,
@@ -176,8 +175,8 @@ impl Counted {
     }
 }
 
-/// Runs a part of the problem in the emulator and writes what its kernel did. Nothing where the emulator
-/// counts nothing, or there is nothing to run.
+/// Runs a part of the problem in the emulator and prints the kernel's counters. Prints nothing if the emulator has
+/// no counters, or there is nothing to run.
 pub(super) fn write(
     out: &mut dyn Write,
     problem: &ProblemArgs,
@@ -275,8 +274,8 @@ fn shares(out: &mut dyn Write, counted: &Counted, rates: &Rates) -> Result<(), F
     Ok(())
 }
 
-/// One kv head's group of one sequence, no longer than an interpreter walks in seconds; where lengths decide the tile,
-/// as long as they need be for the same one.
+/// One kv head's group in one sequence, short enough to be interpreted in seconds; if lengths decide the tile, as
+/// long as the same tile requires.
 fn part(problem: &ProblemArgs, setup: &Setup) -> ProblemArgs {
     let dims = setup.fwd.dims;
     let seqlen_k = dims.seqlen_k.min(8192);
@@ -296,7 +295,7 @@ fn part(problem: &ProblemArgs, setup: &Setup) -> ProblemArgs {
     part
 }
 
-/// Tiles of a launch: what the plan says, or else one a CTA.
+/// Tiles of a launch: from the plan, or otherwise one per CTA.
 fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
     let said = plan.details().iter().find(|(name, _)| *name == "tiles");
     let number: Option<f64> = said.and_then(|(_, words)| words.split(' ').next()?.parse().ok());

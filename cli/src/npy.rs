@@ -12,8 +12,8 @@ use crate::files::Tensor;
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 
-/// The tensor in the bytes of a file, in C order whatever the file's. `raw` is the type of elements whose
-/// type the format lacks and the file calls raw bytes (`V2`), if the user has said it.
+/// Decodes the tensor in a file's bytes, in C order even if the file's order differs. `raw` is the user's type for
+/// elements that the file calls raw bytes (`V2`), because the format lacks their type.
 pub(super) fn decode(file: Vec<u8>, raw: Option<DType>) -> Result<Tensor, String> {
     let (dtype, shape, bytes) =
         decode_as(file, |descr| dtype(descr, raw).map(|dtype| (dtype, dtype.size_bytes())))?;
@@ -57,7 +57,7 @@ pub(super) fn decode_mask(file: Vec<u8>) -> Result<Mask, String> {
     Ok(Mask { elem, shape, bytes })
 }
 
-/// The elements' type, of which `elem` gives the size too, the shape and the bytes in C order.
+/// The elements' type, whose name and size `elem` returns, the shape, and the bytes in C order.
 fn decode_as<E: fmt::Display>(
     mut file: Vec<u8>,
     elem: impl FnOnce(&str) -> Result<(E, u64), String>,
@@ -93,7 +93,7 @@ fn decode_as<E: fmt::Display>(
     Ok((dtype, shape, file))
 }
 
-/// Elements whose first axis is the fastest, as those whose last is.
+/// Reorders elements from first axis fastest to last axis fastest.
 fn transposed(data: &[u8], shape: &[u64], size: usize) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(data.len()).map_err(|error| format!("{} bytes: {error}", data.len()))?;
@@ -221,7 +221,7 @@ fn dtype(descr: &str, raw: Option<DType>) -> Result<DType, String> {
     }
 }
 
-/// A text between quotes, and the text behind it.
+/// A text between quotes, and the rest after it.
 fn quoted(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
     text[1..].split_once(quote)
@@ -307,7 +307,7 @@ mod tests {
             for byte in [0, b' ', b'9', 0xff] {
                 let mut damaged = whole.clone();
                 damaged[at] = byte;
-                // Blanks hurt nothing; what is accepted still has the size it claims.
+                // Damage to blanks does no harm; an accepted tensor must still have its stated size.
                 if let Ok(tensor) = decode(damaged, None) {
                     assert_eq!(tensor.bytes.len(), 8);
                 }
@@ -330,7 +330,7 @@ mod tests {
     proptest! {
         #![proptest_config(crate::fuzz::config(20_000))]
 
-        /// Whatever the bytes: refused, or a tensor of the size that it claims; no panic.
+        /// Any bytes are refused, or give a tensor of the stated size; nothing panics.
         #[test]
         fn any_bytes_are_refused_or_a_whole_tensor(
             header in "\\PC{0,40}|[{}'(): ,0-9a-zA-Z<|]{0,80}|\\{'descr': '<[fV][124]', 'fortran_order': (True|False), 'shape': \\([0-9, L]{0,12}\\)[, ]{0,2}\\}",

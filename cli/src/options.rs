@@ -1,4 +1,4 @@
-//! The options that say what to compute and where: shared by `run`, `explain` and a row of `bench`.
+//! The options that select what to compute and where, shared by `run`, `explain` and the rows of `bench`.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -209,7 +209,7 @@ impl BackendArgs {
         Ok(self.choice()?.open()?)
     }
 
-    /// Backends that `auto` tried before; none for an explicit choice.
+    /// Backends that `auto` has tried before this one; empty for an explicit choice.
     pub(super) fn passed_over(&self) -> Result<Arc<[PassedOver]>, Failure> {
         match self.choice()? {
             Backend::Auto => Ok(fmha::passed_over()?),
@@ -258,7 +258,7 @@ impl BackendArgs {
         emulate.chain(kernel).chain(tile).chain(accuracy).chain(flags).collect()
     }
 
-    /// All words of the options, the backend's name first, as another process of this command reads them.
+    /// All words of the options, the backend's name first, in the form for another process of this command.
     pub(super) fn all_words(&self) -> Vec<String> {
         [vec![format!("--backend={}", self.backend)], self.words()].concat()
     }
@@ -312,7 +312,7 @@ pub(super) enum BiasChoice {
     Alibi { per_batch: bool },
 }
 
-/// The types of Q and K, of V, and of O where the text says it.
+/// The types of Q and K, of V, and of O if the text has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Precision {
     pub(super) qk: DType,
@@ -366,7 +366,7 @@ fn lengths_or_same(field: &'static str) -> impl Fn(&str) -> Result<Lengths, Stri
     move |text| if text == "-1" { Ok(Lengths(Vec::new())) } else { lengths(field)(text) }
 }
 
-/// Which numbers are sound is for `validate` to say; here, that it is the number which was written.
+/// Parses a number as written; `validate` decides later which numbers are valid.
 fn real(field: &'static str) -> impl Fn(&str) -> Result<f32, String> + Clone {
     move |text| {
         let written: f64 = text.parse().map_err(|_| format!("{field} `{text}` is not a number"))?;
@@ -409,7 +409,7 @@ pub(super) struct MaskChoice {
     pub(super) file: Option<PathBuf>,
 }
 
-/// A function that captures nothing: the command has no way to give it a tensor.
+/// Parses a function without captures: the command has no way to pass it a tensor.
 fn code(field: &'static str) -> impl Fn(&str) -> Result<Function, String> + Clone {
     move |text| {
         let function: Function = text.parse().map_err(|error| format!("{field}: {error}"))?;

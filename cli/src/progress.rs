@@ -1,4 +1,4 @@
-//! A bar on standard error while something takes long, where somebody is looking.
+//! A progress bar on standard error during long work, if it is a terminal.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ impl Progress {
         }
     }
 
-    /// Does what writes to the terminal that the bar is on.
+    /// Runs `write`, which prints to the terminal that shows the bar.
     pub(super) fn beside<T>(&self, write: impl FnOnce() -> T) -> T {
         self.0.suspend(write)
     }

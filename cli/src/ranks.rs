@@ -1,4 +1,5 @@
-//! `fmha run --ranks N`: one problem over N processes, each with its part of the rows, held against one rank and f64.
+//! `fmha run --ranks N`: one problem over N processes, each with a part of the rows, compared with one rank and
+//! with f64.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -67,7 +68,7 @@ impl RankArgs {
         Ok(Some((rank.parse().map_err(|_| wrong())?, folder.into())))
     }
 
-    /// Words of a command that goes over `ranks` ranks in the same way.
+    /// Words of a command that runs over `ranks` ranks with equal settings.
     pub(super) fn words(&self, ranks: u32) -> Vec<String> {
         let mut words = vec![format!("--ranks={ranks}"), format!("--partition={}", self.partition)];
         words.extend(self.scheme.map(|scheme| format!("--scheme={scheme}")));
@@ -121,8 +122,8 @@ impl RankArgs {
         Ok(choice?.to_string())
     }
 
-    /// Refuses words of the command that do not fit, before anything is computed. This includes a bias and
-    /// gradients of LSE, which a program that splits its own tensors may have.
+    /// Refuses options that are not compatible with ranks, before anything is computed. These include a bias and
+    /// gradients of LSE, which a program that splits its own tensors may use.
     pub(super) fn check(&self, setup: &Setup, kernels: PlanOptions) -> Result<(), Failure> {
         let Some(ranks) = self.ranks else { return Ok(()) };
         if ranks > MAX_PROCESSES {
@@ -134,7 +135,7 @@ impl RankArgs {
         self.explain(setup, ranks, kernels).map(drop)
     }
 
-    /// One rank's part, timed; its results go to the folder, and what it has to say.
+    /// Computes and times one rank's part; writes its results and its report to the folder.
     pub(super) fn be_a_rank(
         &self,
         (rank, folder): (u32, &Path),
@@ -240,8 +241,8 @@ impl RankArgs {
         Ok(format!("{seconds}\n{explained}"))
     }
 
-    /// Starts the ranks, waits for them, and puts their results into `operands`: the slowest one's seconds, and what
-    /// rank 0 says of its plan.
+    /// Starts the ranks, waits for them, and copies their results to `operands`; returns the slowest rank's
+    /// seconds, and rank 0's report on its plan.
     pub(super) fn over_processes(&self, setup: &Setup, call: &mut Call) -> Result<(f64, String), Failure> {
         let ranks = self.ranks.unwrap_or(1);
         let problem = self.problem(setup, ranks);
@@ -269,7 +270,7 @@ impl RankArgs {
         let failed = ended(&mut children)?;
         let read = |rank: u32, end: &str| std::fs::read(folder.path().join(format!("{rank}.{end}")));
         let (mut slowest, mut explained) = (0f64, String::new());
-        // The rank that failed first has the cause; the other ranks may only have waited for it.
+        // The rank that failed first has the cause; other ranks may only have waited for it.
         for rank in failed.map(|(rank, _)| rank as u32).into_iter().chain(0..ranks) {
             if let Ok(error) = read(rank, "err") {
                 return Err(Failure::wrong(String::from_utf8_lossy(&error)));
@@ -311,8 +312,8 @@ impl RankArgs {
     }
 }
 
-/// Waits for all ranks: which one failed first, if one did, and how. The others have a moment from there on:
-/// what failed before it met them they would wait for until their timeout.
+/// Waits for all ranks; returns which one failed first, if any, and how. After a failure the others get only a
+/// moment, since they may wait for the failed rank until their timeout.
 fn ended(ranks: &mut [Child]) -> Result<Option<(usize, ExitStatus)>, Failure> {
     let mut failed: Option<(usize, ExitStatus, Instant)> = None;
     loop {
@@ -402,7 +403,7 @@ impl Place<'_> {
     }
 }
 
-/// Place of an operand's rows in the whole; `None`: every rank has the operand whole.
+/// Place of an operand's rows in the whole; `None` if every rank has the whole operand.
 fn place<'a>(problem: &'a Problem, operands: &Operands, operand: Operand) -> Option<Place<'a>> {
     let tensor = operands.get(operand)?;
     let partition = match operand {
@@ -420,7 +421,7 @@ fn place<'a>(problem: &'a Problem, operands: &Operands, operand: Operand) -> Opt
     Some(Place { partition, batch, row_bytes })
 }
 
-/// An LSE has a row for each sequence, or all packed ones, and head.
+/// Number of LSE rows per head: those of a sequence, or all packed ones.
 fn lse_rows(problem: &Problem) -> u32 {
     let dims = problem.whole.dims;
     let batch = if problem.cu_seqlens_q.is_some() { 1 } else { dims.batch };
@@ -435,8 +436,8 @@ fn lse_bytes(problem: &Problem, rank: u32) -> usize {
 mod tests {
     use super::*;
 
-    /// Starts more ranks than there are GPUs: the last one ends before it meets the others, which wait for
-    /// it.
+    /// A rank that fails before it meets the others is reported: more ranks start than there are GPUs, so the last
+    /// one ends while the others wait for it.
     #[test]
     fn a_rank_that_fails_before_it_meets_the_others_is_the_one_that_is_named_and_soon() {
         let start = Instant::now();

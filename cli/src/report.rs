@@ -8,7 +8,7 @@ use crate::failure::Failure;
 use crate::setup::Setup;
 use crate::timing::{Timing, duration};
 
-/// The shape in a line, as tables of libraries label it: `B4 H32/8 S1024 D128 causal fp16`.
+/// The shape in one line, in the usual form of libraries' tables: `B4 H32/8 S1024 D128 causal fp16`.
 pub(super) fn label(setup: &Setup) -> String {
     let dims = setup.fwd.dims;
     let pair = |a: u32, b: u32| if a == b { a.to_string() } else { format!("{a}/{b}") };
@@ -100,7 +100,7 @@ pub(super) fn describe(setup: &Setup) -> String {
     text
 }
 
-/// Speed that follows from a problem and its time.
+/// Speed computed from a problem and its time.
 #[derive(Clone, Debug)]
 pub(super) struct Speed {
     /// Floating-point operations of the visible pairs.
@@ -109,7 +109,7 @@ pub(super) struct Speed {
     pub(super) bytes: u64,
     pub(super) tflops: f64,
     pub(super) gb_per_second: f64,
-    /// Share of what the device could reach at best, where that is known: the nearer of its limits.
+    /// Share of the device's limit, if known: of the nearer of its two limits.
     pub(super) share: Option<f64>,
     /// Source of the limits.
     pub(super) source: String,

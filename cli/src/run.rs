@@ -182,8 +182,7 @@ impl RunArgs {
         Ok(if passed { Verdict::Right } else { Verdict::Wrong })
     }
 
-    /// Runs the problem over ranks, whose results replace those of the job. Returns what the report says of
-    /// it.
+    /// Runs the problem over ranks, whose results replace those of the job. Returns the text for the report.
     fn over_ranks(&self, setup: &Setup, job: &mut Job<'_>, out: &mut dyn Write) -> Result<Value, Failure> {
         let Some(ranks) = self.ranks.ranks else { return Ok(Value::Null) };
         let alone = job.results()?;

@@ -58,7 +58,7 @@ struct Side {
 }
 
 impl Setup {
-    /// The type whose peak a run is held against: where its two products differ, the wider one.
+    /// The type whose peak rate a run is compared with: the wider one if the two products differ.
     pub(super) fn product_dtype(&self) -> DType {
         let (qk, v) = (self.fwd.dtypes.qk, self.fwd.dtypes.v);
         if qk.size_bytes() > v.size_bytes() { qk } else { v }
@@ -81,7 +81,7 @@ impl Setup {
         self.fwd.extents(self.totals())
     }
 
-    /// How much the problem is, of masks as data the pairs that they show.
+    /// Work of the problem; for masks as data in the pairs that they show.
     pub(super) fn work(&self) -> Result<Work, Failure> {
         let spans = self.spans()?;
         let args = MaskArgs::default()
@@ -128,7 +128,7 @@ impl ProblemArgs {
         let group = self.mode == Mode::Group;
         self.cache.fit(group, given.is_some(), self.backward)?;
         let batch = self.batch(given)?;
-        // Offsets, lengths and places of each sequence, here and where they are checked.
+        // Memory for offsets, lengths and places of each sequence, here and where they are checked.
         room_for(&format_args!("batch {batch}"), u128::from(batch) * 8 * size_of::<SeqSpan>() as u128)?;
         let num_heads_q = agree("num_heads_q", self.num_heads_q, given.map(|g| g.q.head), 8)?;
         let asked_kv = self.num_heads_kv.map(|n| OrSame::or(Some(n), num_heads_q));
@@ -436,8 +436,7 @@ fn bias_strides(problem: &FwdProblem, broadcast: BiasBroadcast) -> Strides {
     Strides::bhsd(problem.shape_bias(broadcast))
 }
 
-/// Combines a number from the options with the same number from the user's tensors, and refuses two that
-/// differ.
+/// Combines a number from the options with that from the user's tensors, and refuses two different ones.
 fn agree(field: &str, asked: Option<u32>, given: Option<u32>, otherwise: u32) -> Result<u32, Failure> {
     match (asked, given) {
         (Some(asked), Some(given)) if asked != given => {
@@ -447,7 +446,7 @@ fn agree(field: &str, asked: Option<u32>, given: Option<u32>, otherwise: u32) ->
     }
 }
 
-/// One length for each sequence: a list of as many, or one for all.
+/// One length for each sequence: from a list of that length, or one number for all.
 fn each(field: &str, lengths: &Lengths, batch: u32) -> Result<Vec<u32>, Failure> {
     match lengths.0.as_slice() {
         &[one] => {

@@ -31,7 +31,7 @@ pub(super) fn option(error: &clap::Error) -> String {
     kinds.into_iter().find_map(|kind| text(error, kind)).map_or_else(String::new, |word| meant(&word))
 }
 
-/// Addition to `said`, the refusal of a value, which lists the valid ones.
+/// Addition to `said`, the refusal of a value: the valid values.
 pub(super) fn value(error: &clap::Error, said: &str) -> String {
     let Some(given) = text(error, ContextKind::InvalidValue) else { return String::new() };
     let listed = said.split_once(&format!("`{given}`")).map_or("", |(_, rest)| rest);

@@ -1,4 +1,4 @@
-//! Files that are written: checked before anything is computed, whole, and all of them or none.
+//! Output files: checked before anything is computed, written completely, and all of them or none.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -110,13 +110,12 @@ impl Staged {
     }
 }
 
-/// Makes all of them appear; where one cannot, those before it are taken back, and what they replaced is
-/// there again.
+/// Makes all files appear; if one cannot, those before it are taken back and what they replaced is restored.
 pub(super) fn publish(all: Vec<Staged>) -> Result<Vec<PathBuf>, Failure> {
     let mut done: Vec<(PathBuf, Option<tempfile::TempPath>)> = Vec::new();
     for staged in all {
         let path = staged.path.clone();
-        // A second name of what is there, until all is well; a file system without them has no way back.
+        // A second name keeps the old file until all is well; a file system without hard links cannot undo.
         let before = path.is_file().then(|| {
             let link = |name: &Path| std::fs::hard_link(&path, name);
             tempfile::Builder::new().make_in(folder(&path), link).ok().map(|file| file.into_parts().1)
@@ -144,7 +143,7 @@ pub(super) fn write_text(path: &Path, text: &str) -> Result<(), Failure> {
     Staged::new(path, |file| file.write_all(text.as_bytes()))?.publish().map(drop)
 }
 
-/// A temporary file is its owner's alone; the result is what any new file would be.
+/// Gives the result the permissions of an ordinary new file; a temporary file belongs to its owner alone.
 #[cfg(unix)]
 fn readable_as_usual(file: &tempfile::NamedTempFile) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
@@ -181,7 +180,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         std::fs::write(at("old"), "before").unwrap();
-        // A folder where the last is to go: it cannot be replaced by a file.
+        // A folder at the last path, which cannot be replaced by a file.
         let list = || vec![staged(&at("old"), "after"), staged(&at("new"), "new"), staged(&at("last"), "x")];
         let blocked = list();
         std::fs::create_dir(at("last")).unwrap();

@@ -54,8 +54,8 @@ fn sum(times: &[CallTime]) -> f64 {
     times.iter().map(|time| time.seconds).sum()
 }
 
-/// Calls in a row, as Composable Kernel's `warmup` and `repeat` count them; where they are not
-/// given, one untimed call and about a second of timed ones, three at least.
+/// Consecutive calls, counted like Composable Kernel's `warmup` and `repeat`; by default one untimed call and about
+/// a second of timed ones, at least three.
 pub(super) fn in_a_row(
     call: &mut Call<'_>,
     warmup: Option<u32>,
@@ -85,8 +85,7 @@ pub(super) fn back_to_back(call: &mut Call<'_>, seconds: f64) -> Result<Timing, 
     Ok(Timing::of(&times[times.len() / 2..]))
 }
 
-/// Whether the device is emulated: work is queued, and there is no clock to time it by. Seconds are an
-/// interpreter's then.
+/// Whether the device is emulated: work is queued, but there is no clock, and seconds are the interpreter's.
 pub(super) fn is_emulated(device: &Device) -> bool {
     device.has_streams() && !device.has_clock()
 }
@@ -98,7 +97,7 @@ pub(super) struct Burst {
     pub(super) idle: Duration,
     /// Seconds of calls in a round,
     pub(super) seconds: f64,
-    /// but no more calls than this: a flush before each takes longer than a short call.
+    /// Most calls of a burst: a flush before each takes longer than a short call.
     pub(super) calls: usize,
 }
 

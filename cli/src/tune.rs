@@ -121,7 +121,7 @@ impl TuneArgs {
         let found = ahead.beside(|| {
             search(&mut tiles, &own, &changes, self.rounds, |one| {
                 if !self.json {
-                    // A reader that is gone is found out when the next tile would begin.
+                    // A reader that has closed the pipe is noticed before the next tile begins.
                     let _ = writeln!(out, "{:<18} {}", one.changed, words(one)).and_then(|()| out.flush());
                 }
                 tried.push(one.clone());
@@ -129,7 +129,7 @@ impl TuneArgs {
         });
         drop(tiles);
         let found = found.map_err(Failure::wrong)?;
-        // A search that ran to its end is kept whoever reads of it.
+        // The result of a complete search is stored even if nobody reads the output.
         if found.not_begun > 0 && !failure::is_read() {
             return Err(Failure::Pipe);
         }
@@ -178,7 +178,7 @@ impl TuneArgs {
         Ok(fields.into_iter().filter(|(field, _)| wanted(field)).collect())
     }
 
-    /// Keeps the fastest tile and says where, or why not.
+    /// Stores the fastest tile and reports the file, or the reason against it.
     fn keep(
         &self,
         tuner: &dyn Tune,
@@ -206,7 +206,7 @@ fn with_tile(options: &PlanOptions, tile: &TileOptions) -> PlanOptions {
     options.clone().tile(tile.clone())
 }
 
-/// The tile with another value of a field, said last: what cannot go with it yields.
+/// The tile with another value of one field, set last, so that incompatible fields are reset.
 fn changed(own: &TileOptions, field: &str, value: &str) -> TileOptions {
     let mut tile: TileOptions = own.iter().filter(|(name, _)| name != field).cloned().collect();
     tile.push((field.to_owned(), value.to_owned()));
@@ -234,7 +234,7 @@ fn compile(
             AnyProblem::Quantize(problem) => backend.plan_quantize(problem, &options).map(drop),
         }
     };
-    // A problem that the kernel refuses, as masks beside functions, is refused by name and not counted.
+    // A problem that the kernel refuses, such as masks with functions, is refused by name and not counted.
     plan(own)?;
     let planned = changes.par_iter().map(|(field, value)| plan(&changed(own, field, value)));
     let (mut compiled, mut refused) = (0, 0);
@@ -249,8 +249,8 @@ fn compile(
     Ok(Verdict::Right)
 }
 
-/// Compiles the next tiles on the cores that the search leaves idle; the search finds them on disk. The
-/// driver is not used here: a module that is loaded during a recording would spoil it.
+/// Compiles the next tiles on the cores that the search leaves idle; the search then finds them on disk. The driver
+/// is not used here, since loading a module during a recording would invalidate it.
 struct Ahead<'a> {
     compiler: Option<&'a dyn Precompile>,
     problem: AnyProblem<'a>,
@@ -260,7 +260,7 @@ struct Ahead<'a> {
     changed: Condvar,
 }
 
-/// Guard that ends the compiling ahead when it is dropped.
+/// Guard that stops the compiling threads when it is dropped.
 struct Over<'a, 'b>(&'b Ahead<'a>);
 
 impl Drop for Over<'_, '_> {
@@ -282,14 +282,15 @@ impl<'a> Ahead<'a> {
 
     /// Runs a search, and compiles as long as it runs.
     fn beside<T>(&self, search: impl FnOnce() -> T) -> T {
-        // Each tile is checked on the cores too: a quarter of them, and one of two or three.
+        // Compilation uses all but a quarter of the cores, which check each tile; of two or three cores all but
+        // one.
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let others = (cores / 4).max(usize::from(cores > 1));
         std::thread::scope(|scope| {
             if let Some(compiler) = self.compiler {
                 (0..others).for_each(|_| drop(scope.spawn(|| self.compile(compiler))));
             }
-            // The guard ends the threads also where the search panics: the scope waits for them.
+            // The guard stops the threads even if the search panics: the scope waits for them.
             let _over = Over(self);
             search()
         })
@@ -318,14 +319,14 @@ impl<'a> Ahead<'a> {
         self.changed.notify_all();
     }
 
-    /// Leaves out a tile that the search has reached: the search compiles it itself.
+    /// Removes a tile that the search has reached, which compiles it itself.
     fn leave(&self, tile: &TileOptions) {
         let mut coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
         coming.iter_mut().for_each(|coming| coming.retain(|other| other != tile));
     }
 }
 
-/// Tiles of one call on one device, over the same numbers.
+/// Tiles of one call on one device, with equal input numbers.
 struct Tiles<'a> {
     backend: &'a Device,
     stream: &'a Stream,
@@ -336,7 +337,7 @@ struct Tiles<'a> {
     ahead: &'a Ahead<'a>,
 }
 
-/// Calls of a tile, and the operands that they compute with.
+/// Calls with a tile, and their operands.
 struct Ready<'a> {
     burst: Burst,
     _resident: Resident<'a>,
@@ -346,8 +347,8 @@ impl<'a> Tiles<'a> {
     fn record(&mut self, tile: &TileOptions) -> Result<Ready<'a>, Failure> {
         let Self { backend, stream, options, ref mut call, .. } = *self;
         call.replan(backend, &with_tile(options, tile))?;
-        // The tile before this one has written equal results, so they are cleared to show what this one
-        // leaves out.
+        // The tile before this one has written equal results, so they are cleared to show missing writes of this
+        // one.
         call.forget_results();
         let mut resident = Resident::place(backend, call.operands(), call.workspace())?;
         let burst = Burst::record(stream, &mut || call.queue(&mut resident, stream))?;
@@ -455,7 +456,7 @@ mod tests {
 
     use super::*;
 
-    /// Sends the value of each tile that it has to compile.
+    /// Sends the value of each tile that it must compile.
     struct Heard(Mutex<Sender<String>>);
 
     impl Precompile for Heard {

@@ -6,19 +6,19 @@ use std::path::Path;
 
 use super::{Ran, command, fmha};
 
-/// A mistake, where it is made, and what has to say so.
+/// A fault, where it is planted, and what must report it.
 struct Planted {
     fault: &'static str,
     change: Change,
     /// Arguments of `fmha conformance`.
     line: &'static str,
-    /// Words of the emulator's, or of the battery's, one of which must be said.
+    /// Messages of the emulator or the battery, one of which must appear.
     caught_by: &'static [&'static str],
 }
 
 /// Place and kind of the error that is planted in a kernel.
 enum Change {
-    /// Header in which the first text is replaced by the second.
+    /// Replaces the first text in a header by the second.
     Header(&'static str, &'static str, &'static str),
     /// The first instruction of this name is left out of the assembly.
     WithoutFirst(&'static str),
@@ -35,7 +35,7 @@ const PLANTED: [Planted; 11] = [
     },
     Planted {
         fault: "missing wait for memory",
-        // The first alone is one that nothing has to wait for.
+        // Only the first wait is removed, which nothing depends on.
         change: Change::WithoutAny("s_waitcnt vmcnt"),
         line: "--emulate gfx942 --filter ^edges/off_tile/bf16/s65x63/b$",
         caught_by: &["MissingWait"],
@@ -112,7 +112,7 @@ const PLANTED: [Planted; 11] = [
     },
 ];
 
-/// Whether the emulated devices and the compiler are here; says what is absent.
+/// Whether the emulated devices and the compiler exist; prints what is absent.
 pub(super) fn is_emulated_here() -> bool {
     let ran = fmha("explain --backend rocm --emulate gfx942 -s 64 -d 64");
     if ran.status != 0 {
@@ -121,7 +121,7 @@ pub(super) fn is_emulated_here() -> bool {
     ran.status == 0
 }
 
-/// A compiler that spoils what it is given, and refuses where there is nothing to spoil.
+/// A compiler that spoils its input, and fails if there is nothing to spoil.
 fn spoiling_compiler(planted: &Planted, clang: &str) -> String {
     let mut script = format!("#!/bin/sh\ncase \"$1\" in --*) exec {clang} \"$1\";; esac\n");
     let spoil = |awk: &str, from: &str, to: &str, whole: &str, spoilt: &str| {

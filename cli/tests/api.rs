@@ -1,4 +1,4 @@
-//! Wrong input at the library's door: what the command cannot express.
+//! Wrong input through the library's API that the command cannot express.
 
 use fmha::{
     Backend, DType, DevSlice, DevSliceMut, Dims, Error, FwdArgs, FwdProblem, MaskSpec, MemorySpace,

@@ -3,7 +3,7 @@
 
 use super::{Ran, amd, command, nvidia_check};
 
-/// Lengths whose logarithms are even, drawn by a seed.
+/// Random lengths with uniform logarithms, from a seed.
 fn drawn(seed: u64, batch: usize, longest: f64) -> Vec<u32> {
     let mut state = seed;
     let mut next = || {

@@ -1,8 +1,8 @@
-//! The command on emulated Blackwell devices. Where there is no NVRTC, a test says `absent`.
+//! The command on emulated Blackwell devices. Without NVRTC a test prints `absent`.
 
 use super::{fmha, fmha_in};
 
-/// Whether no compiler of its kernels is here.
+/// Whether there is no compiler for its kernels here.
 fn is_absent(arch: &str) -> bool {
     let plan: serde_json::Value =
         serde_json::from_str(&fmha(&format!("explain --arch {arch} --json")).out).unwrap();

@@ -1,11 +1,10 @@
-//! `fmha bundle`, and what its file is good for. Needs NVRTC to make one; where there is none, a test
-//! says `absent`.
+//! `fmha bundle`, and the use of its file. Needs NVRTC to make one; without it a test prints `absent`.
 
 use std::path::Path;
 
 use super::{Ran, command, fmha_in};
 
-/// A machine with neither toolkit nor compiler nor cache, but with the bundle in its folder.
+/// Runs the command like on a machine without toolkit, compiler and cache, with the bundle in its folder.
 fn elsewhere(folder: &Path, line: &str) -> Ran {
     let mut command = command(folder, line);
     command.env("FMHA_BUNDLE", "k.fmha").env("FMHA_CACHE_DIR", "none").env("FMHA_NVRTC", "/nowhere");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{command, fmha, fmha_in};
 
-/// A filter that finds few cases, whatever the battery has.
+/// A filter that finds few cases in any battery.
 fn a_few() -> (String, usize) {
     let ran = fmha("conformance --list");
     assert_eq!(ran.status, 0);
@@ -30,7 +30,7 @@ fn the_report_ends_in_a_summary_that_counts_every_case() {
     assert_eq!(tail.matches('{').count(), 1, "something follows the summary: {tail}");
 }
 
-/// Each case in one part, by its kernels: what a run of that part would run.
+/// A part is listed as it would run: each case is in one part, by its kernels.
 #[test]
 fn a_part_is_listed_as_it_would_run() {
     let names = |words: &str| {
@@ -58,7 +58,7 @@ fn junit_is_written_on_request() {
     assert!(xml.contains("<testsuite") && xml.contains("<testcase"), "{xml}");
 }
 
-/// Cases that a seed decides pass on the CPU, and one of them alone is the same case.
+/// Random cases of a seed pass on the CPU, and one of them alone, by name, is the same case.
 #[test]
 fn drawn_cases_run_and_are_repeated_by_name() {
     let ran = fmha("conformance --backend cpu --drawn 5:24");

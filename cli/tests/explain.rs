@@ -125,11 +125,11 @@ fn a_mask_is_drawn_as_tiles() {
     std::fs::write(&mask, crate::run::npy("<i4", &[2, 256], &ends)).unwrap();
     let ran = explain(&format!("--plot-tile 64,32 --mask {}", mask.display()));
     assert!(ran.out.contains("8 tiles whole, 0 cut, 24 skipped, of 64 x 32"), "{}{}", ran.out, ran.err);
-    // A side has 192 tiles at most, and says so where a tile was asked for.
+    // The picture has at most 192 tiles on a side, and the output says so if a tile was requested.
     let of_long = format!("explain --backend cpu -s 20000 -d 8 --plot {} --plot-tile 64", picture.display());
     let ran = fmha(&of_long);
     assert!(ran.out.contains("of 128 x 128, several of the 64 x 64 asked for"), "{}{}", ran.out, ran.err);
-    // The kernel's own tile, and what is wrong by name.
+    // The kernel's own tile is the default, and wrong options are named.
     assert!(explain("--mask b").out.contains("of 512 x 128"));
     for (rest, said) in [
         ("--plot-tile 0", "plot_tile 0 is not in 1..="),

@@ -1,4 +1,4 @@
-//! The `fmha` command as its users meet it: what it takes, says, writes, and how it ends.
+//! The `fmha` command from its users' view: input, messages, files, and exit status.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -56,7 +56,7 @@ fn fmha_in(folder: &Path, line: &str) -> Ran {
     Ran::of(command(folder, line).output().unwrap())
 }
 
-/// Runs the command where it has no file to write.
+/// Runs the command with no file to write.
 fn fmha(line: &str) -> Ran {
     let folder = tempfile::tempdir().unwrap();
     let ran = fmha_in(folder.path(), line);

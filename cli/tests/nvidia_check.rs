@@ -6,7 +6,7 @@ use std::process::Command;
 
 use super::fmha;
 
-/// Whether an emulated A100 and a compiler for it are here.
+/// Whether an emulated A100 and a compiler for it exist here.
 pub(super) fn is_emulated_here() -> bool {
     let ran = fmha("explain --backend cuda --emulate sm_80 -s 64 -d 64");
     if ran.status != 0 {
@@ -47,7 +47,7 @@ fn one_command_writes_a_report_of_any_gpu_since_ampere_and_exits_as_it_went() {
     }
 }
 
-/// The peers' script counts a row's work as `fmha run` does, whose JSON and options it knows.
+/// The peers' script counts a row's work like `fmha run`, whose JSON and options it uses.
 #[test]
 fn the_peers_script_calls_the_command_as_it_is() {
     let python = "import importlib.util as u, json, sys\n\

@@ -105,7 +105,7 @@ fn problem() -> impl Strategy<Value = FwdProblem> {
     })
 }
 
-/// Bytes of a tensor, where they are few.
+/// Bytes of a tensor, if it is small.
 fn few(strides: Strides, shape: fmha::Shape, dtype: DType) -> Option<usize> {
     let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
     (bytes < 1 << 20).then_some(bytes as usize)

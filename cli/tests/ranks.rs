@@ -33,7 +33,7 @@ fn what_does_not_go_over_ranks_is_refused_with_the_reason() {
         let ran = fmha(&format!("run {BASE} -s 40 {options}"));
         assert_eq!(ran.status, 2, "{options}: {}{}", ran.out, ran.err);
         assert!(ran.err.contains(says), "{options}: {}", ran.err);
-        // Errors in the words of the command come before anything runs.
+        // Errors in the command's options are reported before anything runs.
         let by_words = !options.contains("--iperm");
         assert_eq!(ran.out.is_empty(), by_words, "{options}: {}", ran.out);
     }

@@ -141,7 +141,7 @@ fn a_mask_of_a_file_is_intervals_or_bits_by_its_type_and_is_refused_by_its_axis(
     }
 }
 
-/// The command's words, of which those in quotes are one each.
+/// The command's words, where a quoted text is one word.
 fn quoted(line: &str) -> Ran {
     let mut words: Vec<String> = vec![];
     for (at, part) in line.split('\'').enumerate() {
@@ -252,7 +252,7 @@ fn help_is_help_and_a_question_mark_and_teaches() {
 fn a_reader_that_goes_away_is_no_error() {
     let folder = tempfile::tempdir().unwrap();
     for line in ["run --help", "run -b 1 -h 1 -s 20 -d 16 --repeat 1"] {
-        // Gone before the first line: a reader that leaves later may come too late to be missed.
+        // The reader closes before the first line, since one that closes later might not be noticed.
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
         let child = command(folder.path(), line).stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
@@ -298,7 +298,7 @@ fn too_little_memory_is_an_error_line() {
     let ran = Ran::of(std::process::Command::new("sh").args(["-c", &script]).output().unwrap());
     assert_eq!((ran.status, ran.err.lines().count()), (2, 1), "{}{}", ran.out, ran.err);
     assert!(ran.err.contains("memory for 250 threads for the check, "), "{}", ran.err);
-    // Wherever between too little and enough the limit falls, it is an error or a result.
+    // Any limit between too little and enough gives an error or a result.
     let binary = std::fs::metadata(env!("CARGO_BIN_EXE_fmha")).unwrap().len() / 1000;
     let mut refused = 0;
     // Limits of memory from the least with which the program itself can be loaded.
@@ -320,7 +320,7 @@ fn an_instruction_set_of_another_processor_is_refused() {
 
 #[test]
 fn bounds_that_say_nothing_are_no_pass() {
-    // Made by hand: one large score a row, so that every check of a direction holds.
+    // The tensors are made by hand: one large score per row, so that the check of each direction passes.
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, value: f32| {
         let mut bytes = b"\x93NUMPY\x01\x00".to_vec();

@@ -1,4 +1,4 @@
-//! `fmha tune`, where there is no device to measure on: what it refuses, and what it compiles all the same.
+//! `fmha tune` without a device to measure on: its refusals, and what it still compiles.
 
 use super::{Ran, fmha};
 
@@ -39,9 +39,9 @@ fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
         // A short call finishes dQ with a launch, for which dQ may be added in every way. Separate sums are
         // for a fixed order alone.
         ("--field dq_path", "3 tiles compiled, 1 refused"),
-        // Consumers that add dQ themselves add in order too; the first to come is not the first in the order.
+        // Consumers that add dQ themselves also add in order; the first one to arrive is not the first in order.
         ("--field dq_path --deterministic", "3 tiles compiled, 1 refused"),
-        // A tile whose index is taken ahead would wait behind its own CTA's present one.
+        // With a tile index taken ahead, a CTA would wait for its own present tile.
         ("--field persistent --deterministic", "1 tiles compiled, 1 refused"),
     ] {
         let Some(ran) = emulated(&format!("-d 64 --backward --compile {options}")) else { return };

@@ -81,7 +81,7 @@ fn put_files(folder: &Path) {
     put("twice.toml", b"[[table]]\nname = 't'\nname = 't'\n".to_vec());
 }
 
-/// Arguments, and what the line must have: the field, and the number or text that is wrong.
+/// Arguments, and what the error line must contain: the field, and the wrong number or text.
 const TABLE: &[(&str, &[&str])] = &[
     // Sizes.
     ("run -h 10 --heads-kv 4", &["num_heads_q 10", "num_heads_kv 4"]),

@@ -1,8 +1,8 @@
-//! Test doubles of the drivers' libraries, which `--emulate` opens: where they are, and how they are built.
+//! Test doubles of the drivers' libraries, which `--emulate` opens: how they are found and built.
 //!
-//! The emulators are a workspace of their own, `tests/emulators`. A program that was built in a checkout of
-//! the repository builds the double that it opens, and says so; elsewhere the double lies beside the program
-//! or where `FMHA_EMULATOR_DIR` says.
+//! The emulators are a workspace of their own, `tests/emulators`. A program that was built in a checkout of the
+//! repository builds the double before it opens it, and prints a message; elsewhere the double lies beside the
+//! program or in the folder `FMHA_EMULATOR_DIR`.
 
 use std::ffi::{CStr, c_char};
 use std::path::{Path, PathBuf};
@@ -15,13 +15,14 @@ use crate::error::{Error, Result};
 /// A double's file, and the package that makes it.
 #[derive(Clone, Copy, Debug)]
 pub struct Double {
-    /// `lib….so`, a name that no loader takes for a driver's.
+    /// File name, `lib….so`; no loader takes it for a real driver.
     pub file: &'static str,
     /// Package in the workspace `tests/emulators`.
     pub package: &'static str,
 }
 
-/// Text with the launches of a double: its own memory, copied and then freed by it.
+/// Text that describes the launches of a double. The double owns the text's memory, so the text is copied and the
+/// double frees its own.
 ///
 /// # Safety
 /// Both are functions of one open double: `launches` gives a string that ends in a zero byte and lives until
@@ -36,7 +37,7 @@ pub unsafe fn launches_of(
     let text = unsafe { launches() };
     // SAFETY: the caller keeps the contract of `launches_of`.
     let told = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
-    // SAFETY: it came from there, and is not used again.
+    // SAFETY: `launches` gave this pointer, and the pointer is not used again.
     unsafe { forget(text) };
     told
 }
@@ -47,7 +48,8 @@ impl Double {
     /// the program, or one or two folders up (tests lie in `deps`).
     ///
     /// # Errors
-    /// [`Error::NoDevice`] where there is none, with the places and what to do; what `cargo` ended with.
+    /// [`Error::NoDevice`] if no file is found, with the places searched and the remedy; the exit status of a
+    /// `cargo` that failed.
     pub fn find(self) -> Result<PathBuf> {
         if !cfg!(target_os = "linux") {
             let text =
@@ -90,7 +92,7 @@ impl Double {
         ))
     }
 
-    /// The file in the build folder of `tree`, current.
+    /// The double's file in the build folder of `tree`, rebuilt if it is not up to date.
     fn built(self, tree: &Path) -> Result<PathBuf> {
         let target = tree.join("target");
         let path = target.join("release").join(self.file);
@@ -163,7 +165,7 @@ mod tests {
         assert_eq!(DOUBLE.built(tree.path()).unwrap(), file);
         let source = std::fs::File::open(put("src/later.rs")).unwrap();
         source.set_modified(SystemTime::now() + std::time::Duration::from_secs(5)).unwrap();
-        // Cargo finds no package there.
+        // The folder has no package, so Cargo fails.
         let error = DOUBLE.built(tree.path()).unwrap_err().to_string();
         assert!(error.contains("of-no-package") && error.contains("cargo"), "{error}");
     }

@@ -15,8 +15,7 @@ impl EnvVar {
     /// The variable's value, if set and not empty.
     ///
     /// # Errors
-    /// [`Error::System`] where the value is not UTF-8: what the user wants cannot be known, and the
-    /// default is not it.
+    /// [`Error::System`] if the value is not UTF-8: using the default would ignore the user's wish.
     pub fn get(self) -> Result<Option<String>> {
         let Some(value) = std::env::var_os(self.name) else { return Ok(None) };
         match value.into_string() {
@@ -51,7 +50,7 @@ pub const CACHE_DIR: EnvVar = EnvVar {
     meaning: "folder of the cache of compiled kernels, at most 2 GiB, or none (default: fmha in the user's cache folder)",
 };
 
-/// Kernels that were compiled elsewhere.
+/// Files of compiled kernels that a process loads.
 pub const BUNDLE: EnvVar =
     EnvVar { name: "FMHA_BUNDLE", meaning: "files of compiled kernels, as `fmha bundle` writes them" };
 

@@ -1,8 +1,8 @@
-//! Errors, by who can mend them: the caller, the machine, or this library.
+//! Errors, by who can fix them: the caller, the machine, or this library.
 
 use std::path::PathBuf;
 
-/// The caller's mistake: the field, and a sentence that starts with its name and has the number in it.
+/// The caller's mistake: the field, and a sentence that starts with the field's name and contains the wrong value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct ProblemError {
@@ -13,7 +13,7 @@ pub struct ProblemError {
 }
 
 impl ProblemError {
-    /// A mistake in `field`; `text` names it and has its number.
+    /// A mistake in `field`; `text` is the sentence with its name and value.
     #[must_use]
     pub fn new(field: &'static str, text: impl Into<String>) -> Self {
         Self { field, text: text.into() }
@@ -31,21 +31,21 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// `kernel` refuses for `reason`.
+    /// Makes the refusal of `kernel` with its `reason`.
     #[must_use]
     pub fn new(kernel: impl Into<String>, reason: impl Into<String>) -> Self {
         Self { kernel: kernel.into(), reason: reason.into() }
     }
 }
 
-/// Every error, by who can mend it.
+/// Every error, grouped by who can fix it.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The problem or its arguments contradict themselves. Fix the call.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// A sound problem that no kernel here takes, and why each refused.
+    /// A valid problem that no kernel of the device computes, and why each kernel refused.
     #[error("{backend} has no kernel for this problem: {}", list(.refusals))]
     Unsupported {
         /// Name of the backend.
@@ -53,7 +53,7 @@ pub enum Error {
         /// One refusal for each kernel that was considered.
         refusals: Vec<Refusal>,
     },
-    /// The kernel compiler said no: our bug.
+    /// The kernel compiler failed: a bug of this library.
     #[error("{kernel} does not compile (source and log in {}): {log}", .dumped.display())]
     Compile {
         /// The kernel.
@@ -63,7 +63,7 @@ pub enum Error {
         /// File that holds the source.
         dumped: PathBuf,
     },
-    /// The driver said no.
+    /// A call of the driver failed.
     #[error("{call} failed with {code}: {text}")]
     Driver {
         /// Function of the driver.
@@ -73,15 +73,15 @@ pub enum Error {
         /// Error text of the driver for the code.
         text: String,
     },
-    /// The system said no: memory, files.
+    /// A call of the operating system failed, for memory or a file.
     #[error("{what}: {text}")]
     System {
-        /// Name of the request, with its size or path.
+        /// Name of the failed request, with its size or path.
         what: String,
         /// The system's words.
         text: String,
     },
-    /// A device or library that does not exist here.
+    /// A device or library that this machine does not have.
     #[error("{0}")]
     NoDevice(String),
 }
@@ -93,7 +93,7 @@ fn list(refusals: &[Refusal]) -> String {
 /// The result of everything in this crate that can fail.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Returns a [`ProblemError`] for `field` unless `condition` holds; the rest is its sentence.
+/// Returns a [`ProblemError`] for `field` unless `condition` holds; the remaining arguments format its sentence.
 macro_rules! ensure {
     ($condition:expr, $field:expr, $($sentence:tt)+) => {
         if !$condition {

@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use once_cell::race::OnceBox;
 
-/// Forks that lie between this process and the one that loaded this library, as far as [`watch`] has counted them.
+/// Number of forks between the process that loaded this library and this process, as far as [`watch`] has counted
+/// them.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
-/// Starts to count forks, with a handler of fork. A process id cannot replace it: the system reuses ids, and
-/// reading one is a system call.
+/// Starts to count forks, with a fork handler. Comparing process ids would not do: the system reuses ids, and
+/// reading an id is a system call.
 fn watch() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if WATCHED.load(Ordering::Acquire) {
@@ -32,23 +33,23 @@ fn watch() {
     WATCHED.store(true, Ordering::Release);
 }
 
-/// A value of each process for itself: a child makes its own at its first use, and leaves its parent's alone, even when
-/// both are dropped. Holds no lock that a fork could leave locked.
+/// A value that each process has for itself: a child makes its own at its first use, and never touches or drops its
+/// parent's. Holds no lock that a fork could leave locked.
 pub struct PerProcess<T> {
     value: ManuallyDrop<T>,
-    /// [`FORKS`] of the process that made the value.
+    /// The count [`FORKS`] in the process that made the value.
     forks: u64,
     of_child: OnceBox<PerProcess<T>>,
 }
 
 impl<T> PerProcess<T> {
-    /// Value of this process.
+    /// Holds `value` for this process.
     pub fn new(value: T) -> Self {
         watch();
         Self::made_after(FORKS.load(Ordering::Relaxed), value)
     }
 
-    /// Value of the process that loads this library, for statics.
+    /// Holds `value` for the process that loads this library; for statics.
     pub const fn of_first(value: T) -> Self {
         Self::made_after(0, value)
     }
@@ -84,7 +85,8 @@ impl<T> PerProcess<T> {
 
 impl<T> Drop for PerProcess<T> {
     fn drop(&mut self) {
-        // A child that dropped its parent's pool of threads would wait for threads that do not exist in it.
+        // A child must not drop its parent's thread pool: it would wait for threads that do not exist in it. So a
+        // value is only dropped in its own process.
         if self.forks == FORKS.load(Ordering::Relaxed) {
             // SAFETY: dropped here, once.
             unsafe { ManuallyDrop::drop(&mut self.value) };

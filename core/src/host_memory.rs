@@ -1,11 +1,11 @@
-//! Host memory that the system may refuse.
+//! Host memory whose allocation may fail.
 
 use crate::error::{Error, Result};
 
-/// An empty vector with room for `count`, or the refusal with its size.
+/// An empty vector with room for `count` elements.
 ///
 /// # Errors
-/// Memory that the system refuses.
+/// [`Error::System`] with the size, if the system has too little memory.
 pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
     let mut vec = Vec::new();
     let bytes = (count as u64).saturating_mul(size_of::<T>() as u64);
@@ -13,17 +13,17 @@ pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
     Ok(vec)
 }
 
-/// `count` times a value.
+/// A vector with `count` copies of a value.
 ///
 /// # Errors
-/// Memory that the system refuses.
+/// [`Error::System`] with the size, if the system has too little memory.
 pub fn filled<T: Clone>(count: usize, value: T) -> Result<Vec<T>> {
     let mut all = reserve(count)?;
     all.resize(count, value);
     Ok(all)
 }
 
-/// The error for memory that the system refused.
+/// The error for memory of this size that the system refused.
 #[must_use]
 pub fn no_memory(bytes: u64) -> Error {
     Error::System { what: format!("{bytes} bytes of host memory"), text: "the system has not so much".into() }

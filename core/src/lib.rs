@@ -32,7 +32,8 @@
 //! Items that a user needs are at the root, and in `fmha` under the same names. The modules that are not
 //! shown here are public for the crates of this workspace alone: they change as those need.
 
-// A floor holds what one step of a call's life needs. The paths without a floor's name are those that other crates use.
+// A floor has what one step of a call's life needs: problem, plan, call. Paths without a floor's name are those
+// that other crates use.
 #[doc(hidden)]
 pub mod cache;
 #[doc(hidden)]
@@ -53,7 +54,7 @@ pub mod emulators;
 pub mod env;
 #[doc(hidden)]
 pub mod error;
-// Named in paths: its `Score` is another thing than a problem's.
+// Public as a module, not re-exported: its `Score` is a different type than a problem's `Score`.
 pub mod expr;
 pub mod fork;
 #[doc(hidden)]

@@ -1,13 +1,13 @@
-//! Records of what is planned, compiled and tuned, behind the feature `log`: the crate `log` hands them to
-//! the logger that the program has installed. Without the feature a record is compiled and never made.
+//! Log records of planning, compiling and tuning, behind the feature `log`, which sends them to the program's
+//! logger by the crate `log`. Without the feature the code compiles, but makes no record.
 
 use std::fmt;
 
-/// Target of records of plans: the kernel, its steps and how it runs at `debug`; a fallback and its reasons at `info`.
+/// Log target for plans: the kernel, its steps and their settings at `debug`; a fallback and its reasons at `info`.
 pub(crate) const PLAN: &str = "fmha::plan";
-/// Target of records of kernels: one that is compiled, with its seconds, at `info`; one that is found at `debug`.
+/// Log target for kernels: a compiled kernel, with its seconds, at `info`; a kernel that was found at `debug`.
 pub(crate) const COMPILE: &str = "fmha::compile";
-/// Target of records of measured tiles: each that is tried at `debug`; what is found and kept at `info`.
+/// Log target for measured tiles: each tile that is tried at `debug`; the tile that is found and stored at `info`.
 pub(crate) const TUNE: &str = "fmha::tune";
 
 #[cfg(feature = "log")]

@@ -1,7 +1,8 @@
-//! Setters by value, so that a struct that may grow is still built in one expression.
+//! Setters that take and return the struct, so that a struct with non-exhaustive fields is still built in one
+//! expression.
 
-/// `/// what it is` `name: Type => place.of.field`, each a method that gives the struct with that field set.
-/// A field that is an `Option` takes `impl Into<Option<T>>`: a `T`, or an `Option` of it.
+/// `/// what it is` `name: Type => place.of.field`, each becomes a method that returns the struct with that field
+/// set. A field that is an `Option` takes `impl Into<Option<T>>`: a `T`, or an `Option` of it.
 macro_rules! setters {
     ($($(#[$doc:meta])* $name:ident: $value:ty => $($place:ident).+;)*) => {$(
         $(#[$doc])*

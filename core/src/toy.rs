@@ -25,7 +25,7 @@ pub(crate) fn problem() -> ValidFwd {
     FwdProblem::batch(DType::F32, dims).validate().expect("a sound problem")
 }
 
-/// Calls so far, in order.
+/// The calls so far, in order.
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -38,7 +38,7 @@ impl Log {
         self.lines().push(line.into());
     }
 
-    /// Takes the calls since the last time.
+    /// Returns the calls since the last `take`, and clears the log.
     pub(crate) fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.lines())
     }
@@ -53,7 +53,7 @@ pub(crate) struct Toy {
     pub(crate) deterministic: bool,
     /// The address of Q that the toy backend refuses.
     pub(crate) refused: Option<u64>,
-    /// Whether a stream is captured at the moment.
+    /// Whether a stream is being captured.
     pub(crate) captures: AtomicBool,
     pub(crate) log: Log,
 }
@@ -182,7 +182,7 @@ impl DeviceMemory for Toy {
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
-        // A `u128` at a time: aligned to 16 bytes.
+        // Elements of type `u128`, so that the memory is aligned to 16 bytes.
         let mut memory = vec![u128::MAX; (bytes as usize).div_ceil(16).max(1)];
         let address = memory.as_mut_ptr().cast();
         // SAFETY: the vector lives in the closure.
@@ -221,21 +221,21 @@ impl Queues for Toy {
 
     unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
         self.log.add(format!("zero {bytes} on {stream}"));
-        // SAFETY: the caller keeps the contract of `zero`; it is the host's memory.
+        // SAFETY: the caller keeps the contract of `zero`; the address is host memory.
         unsafe { address.write_bytes(0, bytes as usize) };
         Ok(())
     }
 
     unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, stream: u64) -> Result<()> {
         self.log.add(format!("copy {bytes} on {stream}"));
-        // SAFETY: the caller keeps the contract of `copy_bytes`; it is the host's memory.
+        // SAFETY: the caller keeps the contract of `copy_bytes`; both addresses are host memory.
         unsafe { to.copy_from_nonoverlapping(from, bytes as usize) };
         Ok(())
     }
 
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
         self.log.add(format!("read {}", to.len()));
-        // SAFETY: the caller keeps the contract of `read`; it is the host's memory.
+        // SAFETY: the caller keeps the contract of `read`; the address is host memory.
         unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };
         Ok(())
     }

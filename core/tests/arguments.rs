@@ -105,7 +105,8 @@ fn an_output_over_an_input_or_another_output_is_refused() {
     with_lse.write_lse = true;
     let lse_in_o = args().lse(output(0x40000 + 4, 24));
     assert!(refusal(with_lse, &lse_in_o).contains("overlaps"));
-    // One row of O among K's three: the stride from row to row, which nothing uses, steps over none of them.
+    // One row of O lies between K's three rows. Its stride from row to row is unused, so it does not count as
+    // overlap.
     let dims = Dims { batch: 1, seqlen_q: 1, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
     let mut one_row = FwdProblem::batch(DType::F32, dims);
     one_row.strides.o.seq = 960;
@@ -136,7 +137,7 @@ fn tensors_that_touch_end_to_end_share_no_byte() {
 
 #[test]
 fn tensors_of_unlike_types_or_batches_do_not_interleave() {
-    // Rows 64 elements apart, of 32 elements each: in bytes, O's are twice as long as Q's.
+    // Rows lie 64 elements apart and have 32 elements each: in bytes, O's are twice as long as Q's.
     let dims = Dims { num_heads_kv: 4, ..DIMS };
     let rows = Strides { batch: 192, seq: 64, head: 8, dim: 1 };
     let types = FwdProblem::batch(DType::F16, dims).dtype_o(DType::F32).strides_q(rows).strides_o(rows);
@@ -145,7 +146,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
         refusal(types, &behind).starts_with("o (1408 bytes at 0x10080) overlaps q (704 bytes at 0x10000)")
     );
 
-    // Six rows of O behind the three of K's first sequence and over its second, which begins amid them.
+    // Six rows of O follow the three of K's first sequence and overlap its second sequence.
     let dims = Dims { seqlen_k: 3, ..dims };
     let rows = Strides { batch: 320, seq: 96, head: 8, dim: 1 };
     let batches = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::F32, dims);
@@ -208,7 +209,7 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
     collides(dims, [32, 63], [96, 96], ["dk", "dv"]);
     // Into dQ's next row.
     collides(dims, [32, 95], [96, 96], ["dq", "dv"]);
-    // Two heads of dK behind the first two of dQ's four.
+    // Two heads of dK lie after the first two of dQ's four.
     let grouped = Dims { num_heads_kv: 2, ..dims };
     collides(grouped, [16, 48], [64, 64], ["dq", "dk"]);
     // Narrow rows of dV inside the rows of dQ, of one head.
@@ -216,7 +217,7 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
     collides(narrow, [200, 4], [8, 8], ["dq", "dv"]);
 }
 
-/// Q, K and V of one buffer: which axes it has from the outermost on, and where K and V begin.
+/// Q, K and V in one buffer: the buffer's axes from the outermost on, and where K and V begin.
 struct Fused {
     name: &'static str,
     /// Strides of dQ. Those of dK and dV are equal, apart from the batch axis.
@@ -302,7 +303,8 @@ fn gradients_in_any_fused_buffer_are_apart_and_one_element_nearer_collide() {
     }
 }
 
-/// [b, s, hq + 2 hkv + hq, d]: what is written lies between what is read.
+/// An output may lie between rows of an input: in [b, s, hq + 2 hkv + hq, d] rows that are written and rows that
+/// are read alternate.
 #[test]
 fn an_output_may_lie_between_the_rows_of_an_input() {
     let strides = Strides { batch: 3 * 96, seq: 96, head: 8, dim: 1 };
@@ -321,7 +323,7 @@ fn an_output_may_lie_between_the_rows_of_an_input() {
     assert!(checked(65).unwrap_err().contains("overlaps q "));
 }
 
-/// The cache of a server: K and V of a page side by side, both of them written.
+/// An append may write K and V whose rows alternate: a server's cache with K and V of a page side by side.
 #[test]
 fn an_append_may_write_keys_and_values_that_lie_in_turns() {
     let paged = KvLayout::Paged { page_size: 4 };
@@ -368,7 +370,7 @@ fn what_may_share_a_byte_and_would_take_too_long_to_know_is_refused_in_these_wor
     assert!(text.ends_with("is not searched out"), "{text}");
 }
 
-/// A tensor of nothing has no byte to share, and may lie anywhere.
+/// A tensor without elements shares no byte with others, and may lie inside another or at null.
 #[test]
 fn a_tensor_of_no_elements_may_lie_inside_another_or_nowhere() {
     let none = |address: usize| output(address, 0);
@@ -394,13 +396,13 @@ fn a_tensor_of_no_elements_may_lie_inside_another_or_nowhere() {
     }
 }
 
-/// Rows of packed tensors are not known to a plan, so what depends on them is checked with the tensors.
+/// Totals of packed tensors are unknown to a plan, so checks that depend on them are made with the tensors.
 #[test]
 fn totals_are_checked_with_the_tensors_that_have_them() {
     let offsets = [0i32, 3, 6];
     let lengths = DevSlice::host(&offsets);
     let mut group = FwdProblem::group(DType::F32, DIMS);
-    // b·h·s·d of 6 rows: heads are 6 rows apart, however many rows the call has.
+    // Layout b·h·s·d with 6 rows: heads are 6 rows apart, even if the call has other row counts.
     group.strides.o = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
     let packed = |totals| {
         let mut args = changed(|args| args.o = output(0x40000, 4000));
@@ -441,7 +443,7 @@ fn a_missing_bias_or_its_gradient_is_refused_with_the_bytes_that_it_takes() {
     assert_eq!(error.unwrap_err().text, "dbias is missing: 60 bytes are wanted");
 }
 
-/// The gradients' strides too, of which a plan knows the longest sequence's rows alone.
+/// Gradients' strides are checked with the totals too, since a plan has only the longest sequence's rows.
 #[test]
 fn totals_are_checked_with_the_gradients_that_have_them() {
     let mut group = BwdProblem::new(FwdProblem::group(DType::F32, DIMS));
@@ -503,7 +505,7 @@ fn a_block_table_has_room_for_the_longest_sequence() {
     assert_eq!(refusal(problem, &paged(3, None)), "block_table is given, but the problem has none");
 }
 
-/// A call of no sequences: tensors with a batch axis have no elements, and may be given or not.
+/// In a call without sequences, tensors with a batch axis have no elements, and may be given or not.
 #[test]
 fn of_no_sequences_nothing_is_missing_and_nothing_too_much() {
     let mut problem = FwdProblem::new(
@@ -595,7 +597,7 @@ fn a_workspace_is_there_where_it_is_wanted_and_shares_no_byte() {
     assert_eq!(check(&short, wanted).unwrap_err().field, "workspace");
     let over_q = args().workspace(output(0x10000, 64));
     assert!(check(&over_q, wanted).unwrap_err().text.contains("overlaps"));
-    // Scratch may be brought to a plan that needs none.
+    // A caller may give scratch to a plan that needs none.
     assert_eq!(check(&over_q, Workspace::NONE), Ok(()));
 }
 
@@ -612,7 +614,7 @@ fn update() -> FwdProblem {
         .mask(MaskSpec::CAUSAL)
 }
 
-/// Six queries, ten keys and four new ones, no element more than is wanted.
+/// Arguments with six queries, ten keys and four new keys, each slice exactly as large as needed.
 fn update_args() -> FwdArgs<'static> {
     let mut args =
         FwdArgs::new(input(0x10000, 192), output(0x20000, 160), output(0x30000, 80), output(0x40000, 96));
@@ -698,7 +700,7 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
         add(&mut args);
         assert_eq!(refusal(plain.clone(), &args), format!("{name} is given, but the problem has none"));
     }
-    // New values go with new keys, where V lies in K.
+    // New values are part of new keys if V lies in K.
     let in_k = plain
         .clone()
         .seqused_k(true)

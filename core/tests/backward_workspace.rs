@@ -1,4 +1,4 @@
-//! Layout of a backward call's workspace, and the number of rows that are computed one by one.
+//! Layout of a backward call's workspace, and the number of rows that `fmha/row_bwd.h` computes one by one.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -14,7 +14,7 @@ use fmha_core::source::{Header, KernelSource};
 
 const FOLDER: &str = "CACHE_RACE_FOLDER";
 
-/// Slow, and leaves a byte in a file each time.
+/// A slow compiler that appends a byte to a file at each call.
 struct Slow(PathBuf);
 
 impl Compiler for Slow {
@@ -54,7 +54,7 @@ fn a_process_of_the_race() {
     assert!(kernel.machine == machine(), "another kernel, or a part of it");
 }
 
-/// Starts 64 processes at once; returns how many of them compiled.
+/// Starts 64 processes at once; returns how many of them compiled a kernel.
 fn race(folder: &Path) -> usize {
     let log = folder.join("compilations");
     let before = std::fs::read(&log).unwrap_or_default().len();

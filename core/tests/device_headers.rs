@@ -1,4 +1,4 @@
-//! The device headers, built with the host's C++ compiler, compute what Rust computes, bit for bit.
+//! Checks that the device headers, built with the host's C++ compiler, compute the same bits as Rust.
 
 #![allow(clippy::unwrap_used)]
 
@@ -166,7 +166,8 @@ fn keys_lie_in_the_same_places() {
     assert_same_lines(&device, &host);
 }
 
-/// Every pair of offsets and every length from beyond one end to beyond the other.
+/// Wrong offsets and lengths never leave the tensors: every pair of offsets and every length, from beyond one end
+/// to beyond the other.
 #[test]
 fn offsets_and_lengths_that_lie_never_leave_the_tensors() {
     let program = r#"
@@ -193,7 +194,7 @@ int main() {
           const bool b = t.seqlen_q >= 0 && t.seqlen_q <= 4 && t.seqlen_k >= 0 && t.seqlen_k <= 5;
           if (!q || !k || !b) printf("%d %d %d %d\n", begin, end, used, limited);
         }
-  // Lengths and offsets that are right are taken as they are.
+  // Valid lengths and offsets are used unchanged.
   cu_q[0] = 2, cu_q[1] = 5, cu_k[0] = 1, cu_k[1] = 6, used_q[0] = 2, used_k[0] = 4;
   p.seqused_q = used_q, p.seqused_k = used_k;
   const SeqSpan s = resolve_seq(p, QLayout::Packed, KvKind::Packed, 0);
@@ -310,8 +311,8 @@ int main() {
     }
 }
 
-/// Functions for compilers without a mathematical library, where they are hard: large angles, exponents that
-/// count an error often, remainders of far numbers.
+/// Math functions for compilers without a mathematical library are accurate to a few ulps in the hard cases: large
+/// angles, exponents that magnify an error, remainders of large numbers.
 #[test]
 fn functions_of_expressions_are_right_to_a_few_ulps() {
     let program = r#"
@@ -376,7 +377,7 @@ int main() {
     }
 }
 
-/// A quotient by a constant of a text, without a division: the bits that the division has.
+/// Division by a constant, computed without a division, rounds like the division.
 #[test]
 fn a_quotient_by_a_constant_rounds_as_the_division() {
     let program = r#"
@@ -410,7 +411,7 @@ int main() {
     assert_eq!(device.lines().collect::<Vec<_>>(), vec!["0"; 9]);
 }
 
-/// A kernel that knows its mask's kind at compile time agrees with `visible`, pair by pair.
+/// A kernel whose mask kind is a compile-time constant agrees with `visible`, pair by pair.
 #[test]
 fn known_masks_say_what_the_band_says() {
     let mut program = String::from(
@@ -443,7 +444,7 @@ void check(const MaskParams& params) {
                 wrong += mask.sees(i, j) != visible(band, i, j);
                 wrong += (i - first >= queries.begin && i - first < queries.end) != visible(band, i, j);
               }
-            // Sink columns alone may be called cut where they are whole.
+            // A tile of sink columns alone may be classified as partly masked although it is fully visible.
             const bool within = keys.begin >= whole.begin && keys.end <= whole.end;
             wrong += (within || !mask.cuts(first, last, keys)) && !all;
             wrong += !has_sinks && all && (!within || mask.cuts(first, last, keys));
@@ -480,7 +481,7 @@ int main() {
     assert!(device.lines().all(|line| line == "0"), "pairs that are told wrongly: {device}");
 }
 
-/// Each way to evaluate a soft-cap, and what it says of its derivative, beside f64.
+/// Each form of a soft-cap, and the derivative computed from it, agree with f64.
 #[test]
 fn a_soft_cap_and_its_slope_are_right_in_each_form() {
     let program = r#"
@@ -528,7 +529,7 @@ int main() {
     });
     for form in ["ExactTanh", "FastTanh", "BranchlessTanh"] {
         for cap in [0.5f64, 30.0, 1e6] {
-            // The fast form takes caps up to 64.
+            // The fast form supports caps up to 64.
             let bound = if form == "FastTanh" { cap * 3e-7 } else { 3e-7 * cap.min(30.0) };
             for n in -400..=400 {
                 let [score, slope] = lines.next().unwrap();

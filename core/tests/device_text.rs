@@ -1,4 +1,5 @@
-//! Functions as C++, built with the host's compiler, compute what the evaluation does.
+//! Checks that functions rendered as C++, built with the host's compiler, give the results of their evaluation in
+//! Rust.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,12 +15,12 @@ use fmha_core::expr::{
 
 const EXTENT: u32 = 5;
 
-/// Element `at` of every captured tensor, of which each type keeps what it can.
+/// Element `at` of every captured tensor; each type stores it as far as it can.
 fn element(at: i64) -> f32 {
     (at * 7 % 11) as f32 / 4.0 - 1.25
 }
 
-/// A pair's code as a kernel would write it.
+/// C++ text that evaluates a pair's code, as a kernel does.
 const PAIR: &str = r"
 struct Pair {
   int b, h, q, k, seqlen_q, seqlen_k;
@@ -60,7 +61,7 @@ fn memory(stored: Stored, rank: usize) -> Vec<u8> {
 
 const SHAPE: [u32; 2] = [EXTENT; 2];
 
-/// Strides of tensors of one axis and of two, dense.
+/// Dense strides of tensors with one axis and with two.
 const STRIDES: [[i64; 2]; 2] = [[1, 0], [EXTENT as i64, 1]];
 
 /// Place of a captured tensor among [`CAPTURED`]; none of a number.
@@ -68,7 +69,7 @@ fn place(capture: &Capture) -> Option<usize> {
     CAPTURED.iter().position(|(name, ..)| *name == capture.name)
 }
 
-/// Tensors of these memories, and numbers, that functions capture.
+/// Captured tensors in these memories, and captured numbers.
 fn captured<'a>(captures: &[Capture], memories: &'a [Vec<u8>]) -> Vec<Captured<'a>> {
     let of = |capture: &Capture| match place(capture) {
         Some(at) => {
@@ -82,7 +83,7 @@ fn captured<'a>(captures: &[Capture], memories: &'a [Vec<u8>]) -> Vec<Captured<'
     captures.iter().map(of).collect()
 }
 
-/// A capture as the program's `stored` has it: the axes, 16 more of bools.
+/// A capture's number in the C++ program: its number of axes, plus 16 for bools.
 fn stored_word(capture: &Capture) -> usize {
     let of = |at: usize| CAPTURED[at].2 | if CAPTURED[at].1 == Stored::Bool { 16 } else { 0 };
     place(capture).map_or(0, of)
@@ -134,7 +135,7 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
         }
         calls.push_str("  }\n");
         if !slopes.captures.is_empty() {
-            // The program compiles; the sums that it computes are the battery's business.
+            // The program must compile; the battery checks the sums that it computes.
             writeln!(
                 calls,
                 "  {{ const int stored[] = {{{}}}; const Pair pair = {{0, 0, 0, 0, 1, 1, stored}}; \
@@ -151,7 +152,7 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
     for (line, (text, pair, rounded, exact)) in found.lines().zip(wanted) {
         let numbers: Vec<f64> = line.split(' ').map(|word| word.parse().unwrap()).collect();
         for (found, rounded, exact) in [(numbers[0], rounded.0, exact.0), (numbers[1], rounded.1, exact.1)] {
-            // Two ways to compute in f32 may differ where f32 and f64 differ, at a jump or by size.
+            // Results of two f32 computations may differ as much as f32 and f64 do, at a jump or for large values.
             if (rounded - exact).abs() <= 1e-4 * exact.abs() && exact.is_finite() {
                 let near = (found - rounded).abs() <= 1e-3 * rounded.abs();
                 assert!(near, "{text} at {pair:?}: {found}, not {rounded}");
@@ -162,7 +163,7 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
     assert!(compared > 700, "{compared} numbers compared");
 }
 
-/// A tile's code as a kernel would write it.
+/// C++ text that evaluates a tile's code, as a kernel does.
 const TILE: &str = r"
 struct Tile {
   fmha::expr::Bound b, h, q, k, seqlen_q, seqlen_k;
@@ -265,7 +266,7 @@ fn bounds_of_masks_over_tiles_say_what_their_pairs_do() {
     assert!(none > 60 && every > 60, "{none} tiles of nothing and {every} of everything are known");
 }
 
-/// `d score / d s`, by the slopes' own graph.
+/// `d score / d s`, evaluated from the derivative's own graph.
 fn slope(
     slopes: &fmha_core::expr::Slopes,
     pair: &Pair,

@@ -71,7 +71,7 @@ fn job(kernel: &'static str) -> KernelJob {
     }
 }
 
-/// A kernel that compiles, and one that does not.
+/// Compiles one valid and one invalid kernel, as the child process of a test below.
 #[test]
 #[ignore = "a process of the tests below, which start it"]
 fn a_process_that_compiles() {
@@ -80,7 +80,7 @@ fn a_process_that_compiles() {
     println!("left at {};", dump_source(&job("unsound"), "what is wrong").display());
 }
 
-/// Starts it in `folder`, where it finds temporary files and these variables, and a cache in none of them.
+/// Starts that process in `folder`, with these variables, where temporary files lie, and returns the result.
 fn compile_in(folder: &Path, variables: &[(&str, &str)]) -> String {
     let mut process = Command::new(std::env::current_exe().unwrap());
     process.args(["a_process_that_compiles", "--exact", "--ignored", "--nocapture"]);
@@ -101,10 +101,10 @@ fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_non
         fs::create_dir(folder.path().join(there)).unwrap();
     }
     for (variables, kept) in [
-        // A folder that the variable names is created.
+        // A missing folder that the variable names is created.
         (&[("FMHA_CACHE_DIR", inside("a/a"))][..], "a/a/kernels"),
         (&[("XDG_CACHE_HOME", inside("b")), ("HOME", inside("c"))], "b/fmha/kernels"),
-        // The specification has a path that is not absolute ignored.
+        // Paths that are not absolute are ignored, as the specification requires.
         (&[("XDG_CACHE_HOME", "d".to_owned()), ("HOME", inside("e"))], "e/.cache/fmha/kernels"),
         (&[("XDG_CACHE_HOME", inside("f/g")), ("HOME", inside("f"))], "f/g/fmha/kernels"),
     ] {
@@ -120,7 +120,7 @@ fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_non
     assert!(!none.path().join("none").exists());
 }
 
-/// Root can create any folder: accounts of services have `HOME=/nonexistent`.
+/// A home that does not exist is not created: root could create it, and service accounts have `HOME=/nonexistent`.
 #[test]
 fn a_home_that_is_not_there_is_not_made() {
     let folder = tempfile::tempdir().unwrap();

@@ -44,7 +44,7 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// Anything; or, so that the strides alone decide, sound in everything else.
+    /// Random problems; with `sound`, valid in everything but the strides, so that the strides alone decide.
     fn problem(sound: bool)(
         mut dims in dims(),
         packed in any::<(bool, bool)>(),
@@ -91,7 +91,7 @@ prop_compose! {
     }
 }
 
-/// Every element's offset, by the definition of strides in 128 bits.
+/// Every element's offset, computed from the definition of strides in 128 bits.
 fn offsets(strides: Strides, shape: Shape) -> Vec<i128> {
     let mut all = Vec::new();
     for b in 0..shape.batch {
@@ -123,7 +123,7 @@ proptest! {
         prop_assume!(problem.clone().validate().is_ok());
         let Ok(valid) = problem.validate() else { return Ok(()) };
         let dtypes = [valid.dtypes.qk, valid.dtypes.qk, valid.dtypes.v, valid.dtypes.o];
-        // Packed rows have no count at planning; each call's count is checked with its arguments.
+        // At planning the number of packed rows is unknown; each call's number is checked with its arguments.
         let Extents { q, k, v, o, .. } = valid.extents(Totals::packed(2, 2));
         let tensors = [(valid.strides.q, q), (valid.strides.k, k), (valid.strides.v, v), (valid.strides.o, o)];
         for ((strides, shape), dtype) in tensors.into_iter().zip(dtypes) {
@@ -167,12 +167,12 @@ proptest! {
     }
 }
 
-/// The sentence starts with the field, and has a number in it.
+/// Checks that the sentence starts with the field's name and contains a number.
 fn named(error: &ProblemError) -> Result<(), TestCaseError> {
     prop_assert!(error.text.starts_with(error.field), "`{}` does not name `{}`", error.text, error.field);
     let number = error.text.chars().any(|c| c.is_ascii_digit());
     let number = number || ["NaN", "inf"].iter().any(|word| error.text.contains(word));
-    // Absent values and values of two kinds have their own words.
+    // Missing values, and a value given in two ways, have sentences of their own without a number.
     let number =
         number || ["missing", "true", "false", "elementwise"].iter().any(|word| error.text.contains(word));
     let dtype = error.field.contains("dtype");
@@ -190,7 +190,7 @@ const DIMS: Dims = Dims {
     head_dim_v: 8,
 };
 
-/// A field, what its refusal must say, and the mistake.
+/// A field, the text that its refusal must contain, and a function that makes the mistake.
 type Wrong<P> = (&'static str, &'static str, fn(&mut P));
 
 #[test]
@@ -312,14 +312,14 @@ fn mask(text: &str) -> MaskSpec {
     text.parse().unwrap()
 }
 
-/// Two new rows a sequence, and what is wrong with them.
+/// Adds an append of two new rows per sequence, with a change that makes it invalid.
 fn appended(problem: &mut FwdProblem, change: fn(&mut Append)) {
     let mut append = Append::batch(problem, 2);
     change(&mut append);
     (problem.cache.append, problem.layout.seqused_k) = (Some(append), true);
 }
 
-/// Rotates four elements of a row, with a change that makes it invalid.
+/// Adds a rotary embedding of four elements, with a change that makes it invalid.
 fn rotated(problem: &mut FwdProblem, change: fn(&mut Rotary)) {
     let mut rotary = Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 };
     change(&mut rotary);
@@ -342,7 +342,7 @@ fn what_the_numbers_leave_open_follows_from_them() {
     let problem = FwdProblem::batch(DType::F32, dims);
     assert_eq!(problem.resolved_softmax_scale(), 0.25);
     assert_eq!(problem.clone().softmax_scale(-3.0).resolved_softmax_scale(), -3.0);
-    // 1 - p_drop is 1 in 64 bits where p_drop is so small.
+    // In f64, 1 - p_drop equals 1 if p_drop is very small.
     let drops = |p_drop| problem.clone().p_drop(p_drop).drops();
     assert_eq!([0.0, 1e-20, 0.25].map(drops), [false, false, true]);
 
@@ -410,8 +410,8 @@ fn each_update_of_a_cache_is_refused_in_a_kernels_name() {
     }
 }
 
-/// Position to which a rotary embedding rotates query i: i rows after the first under a mask that looks back
-/// from it; the position of the first under a mask that shows every query the same keys.
+/// Rotary position of query i: i rows after the first under a causal or window mask; the first query's position
+/// under a mask that shows every query the same keys.
 #[test]
 fn positions_advance_under_masks_that_look_back_and_under_a_tree() {
     let advances = |text, tree_mask| {
@@ -519,7 +519,7 @@ fn every_wrong_combine_problem_is_refused_by_field_and_number() {
     }
 }
 
-/// Sizes are such that their products are 0 modulo 2^64.
+/// Sizes whose product is 0 modulo 2^64 are refused by their field.
 #[test]
 fn a_count_that_would_wrap_is_refused_by_its_field() {
     let dims = Dims {

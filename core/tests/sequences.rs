@@ -1,5 +1,5 @@
-//! Placement of sequences: packed, in pages, with appended rows. Wrong lengths and tables are refused by
-//! number.
+//! Places of sequences that are packed, paged or appended to. Wrong lengths and block tables are refused with their
+//! value.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -106,7 +106,8 @@ fn new_keys_that_a_packed_cache_has_no_row_for_are_left_out_or_refused() {
     assert_eq!((clamped[1].seqlen_cached, clamped[1].seqlen_k), (1, 3));
 }
 
-/// Kernels read the lengths on a GPU, and the host does not wait for them: kernels count the rows that exist.
+/// Too large lengths are clamped to the rows that exist: kernels read the lengths on a GPU, where the host does not
+/// check them.
 #[test]
 fn lengths_beyond_their_rows_count_as_all_of_them_and_negative_ones_as_none() {
     let lengths = |problem: &FwdProblem, seq: &SeqArgs<'_>| -> Vec<(u32, u32, u32)> {
@@ -122,7 +123,7 @@ fn lengths_beyond_their_rows_count_as_all_of_them_and_negative_ones_as_none() {
     let seq = SeqArgs::default().seqused_q(DevSlice::host(&q)).seqused_k(DevSlice::host(&k));
     assert_eq!(lengths(&both, &seq), [(0, 6, 6), (4, 0, 0)]);
     refused(&both, &seq, "seqused_q[0] -1 is not in 0..=4");
-    // A packed sequence may be longer than the longest that the problem takes.
+    // A packed sequence may be longer than the problem's `seqlen_k`.
     let packed = FwdProblem::group(DType::F16, DIMS).seqused_k(true);
     let (cu_q, cu_k, used) = ([0, 1, 2], [0, 2, 12], [3, 8]);
     let seq = SeqArgs::default()
@@ -132,7 +133,7 @@ fn lengths_beyond_their_rows_count_as_all_of_them_and_negative_ones_as_none() {
         .seqused_k(DevSlice::host(&used));
     assert_eq!(lengths(&packed, &seq), [(1, 2, 2), (1, 6, 6)]);
     refused(&packed, &seq, "seqused_k[0] 3 is not in 0..=2");
-    // Three new rows, and room for one and for none.
+    // Three new rows, with room in the cache for one, and for none.
     let table = [4, 0, 2, 3, 1, 0];
     assert_eq!(lengths(&appended(), &pages(&[5, 7], &table[..])), [(4, 5, 6), (4, 6, 6)]);
     refused(
@@ -157,7 +158,7 @@ fn a_tree_mask_has_a_bit_for_each_query_and_each_of_the_last_keys() {
     let words: Vec<u32> =
         (0..2).flat_map(|batch| (0..40).flat_map(move |i| [word(batch, i, 0), word(batch, i, 32)])).collect();
     let cache = CacheArgs::default().tree_mask(DevSlice::host(&words));
-    // Queries packed or not: their rows of the mask lie one after another.
+    // Rows of the tree mask are consecutive, whether queries are packed or not.
     let packed = problem.clone().q_layout(QLayout::Packed);
     let offsets = [0, 40, 80];
     let in_a_pack = SeqArgs::default()
@@ -185,7 +186,7 @@ fn tables_and_positions_that_do_not_fit_are_refused_by_number() {
     let table = [4, 0, 2, 3, 1, -1];
     refused(&problem, &pages(&[3, 1], &table[..5]), "block_table has 20 bytes, but 24 are read");
     refused(&problem, &pages(&[3, 1], &[4, 0, 2, 0, 1, -1]), "2 new keys go to row 1 of page 0");
-    // Pages that are read alone may be shared.
+    // Pages that are only read may be shared.
     spans(&problem, &pages(&[3, 2], &[4, 0, 2, 4, 1, 3])).unwrap();
     refused(&problem, &pages(&[4, 1], &table), "seqused_k");
 
@@ -194,7 +195,8 @@ fn tables_and_positions_that_do_not_fit_are_refused_by_number() {
     assert_eq!(rotary(6).table_elems(), 24);
     spans(&turned(6), &pages(&[3, 1], &table)).unwrap();
     refused(&turned(5), &pages(&[3, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
-    // A query stands after the cached keys, with new ones or without. Without either there is no position.
+    // Positions of queries follow the cached keys, with new keys or without. Without a cache or new keys there is
+    // no position.
     let none_new = turned(5).append(Append::batch(&problem, 0));
     refused(&none_new, &pages(&[5, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
     let no_query = none_new.clone().dims(Dims { seqlen_q: 0, ..DIMS }).rotary(rotary(1));

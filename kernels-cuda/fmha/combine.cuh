@@ -22,7 +22,7 @@ FMHA_DEVICE void merge_row(const CombineParams& p, int32_t i_batch, int32_t i_he
   const int64_t lse_at = (int64_t(i_batch) * p.num_heads_q + i_head) * p.seqlen_q + i;
 
   if constexpr (spec.merge != Merge::ByLse) {
-    // Adding to -0 leaves every term as it is, -0 too; of no terms the sum is 0.
+    // The sum starts from -0, which leaves every first term unchanged, also -0; without terms the sum is 0.
     const float none = p.num_parts == 0 ? 0.f : -0.f;
     const int64_t from = row_offset(p.part, i_batch, i, i_head), to = row_offset(p.o, i_batch, i, i_head);
 #pragma unroll
@@ -60,7 +60,7 @@ FMHA_DEVICE void merge_row(const CombineParams& p, int32_t i_batch, int32_t i_he
   if (p.lse && lane == 0) p.lse[lse_at] = sum.log();
 }
 
-// Any grid of whole warps: each takes rows until none is left.
+// Any grid of whole warps: each warp processes rows until none is left.
 template <CombineSpec spec>
 FMHA_DEVICE void merge(const CombineParams& p) {
   const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / kWarp);

@@ -1,8 +1,8 @@
 //! The NVIDIA kernels of `fmha`: the CUDA device text, embedded, and the recipes that choose and launch it.
 //!
-//! Nothing here talks to a driver or a compiler: a recipe serves any [`Nvidia`](nvidia::Nvidia) backend. A
-//! kernel is a [`KernelSource`]: an entry file and the headers it includes, none of them a vendor's, so that
-//! NVRTC needs no include path. `README.md` beside this crate says what a launch binds.
+//! Nothing here calls a driver or a compiler: a recipe works with any [`Nvidia`](nvidia::Nvidia) backend. A kernel
+//! is a [`KernelSource`]: an entry file and the headers it includes, none of which comes from NVIDIA, so that NVRTC
+//! needs no include path. This crate's `README.md` lists the arguments of a launch.
 
 mod lists;
 pub mod maps;
@@ -46,8 +46,8 @@ pub fn headers() -> Vec<Header> {
     headers
 }
 
-/// CTAs for a kernel in which a warp takes rows in turn: 16 CTAs to a multiprocessor, none without a
-/// row of its own.
+/// CTAs for a kernel in which each warp processes rows one after another: at most 16 CTAs per multiprocessor, and
+/// none without a row.
 fn row_grid(num_rows: u64, num_threads: u32, num_sms: u32) -> u32 {
     let needed = num_rows.div_ceil(u64::from(num_threads / 32)).max(1);
     u32::try_from(needed).unwrap_or(u32::MAX).min(16 * num_sms)
@@ -58,7 +58,7 @@ fn within(namespace: &str, definitions: &[String]) -> String {
     format!("namespace {namespace} {{\n{}}}\n", definitions.concat())
 }
 
-/// An entry with what it includes of the headers above and of those rendered for it alone.
+/// An entry with those headers that it includes, from the headers above and those rendered for it alone.
 fn source<const N: usize>(
     entry: String,
     rendered: impl Fn() -> [Header; N] + Send + Sync + 'static,

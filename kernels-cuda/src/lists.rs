@@ -1,5 +1,5 @@
-//! Lists of keys, and two caches, as tiles see them: a tile has query heads of one token and kv head, and walks its
-//! keys.
+//! Lists of keys, and two caches, in the form for tiled kernels: a tile has the query heads of one token and kv
+//! head, and reads that token's keys.
 
 use std::ffi::c_void;
 
@@ -20,15 +20,15 @@ pub(crate) const PARAM: &str = ", const __grid_constant__ ListParams lists";
 /// Last parameter of an entry over two caches.
 pub(crate) const TWO_PARAM: &str = ", const __grid_constant__ TwoCachesParams caches";
 
-/// Bytes of a key's row where caches have rows of bytes, else 0.
+/// Bytes of a key's row if the cache has rows of bytes, otherwise 0.
 pub(crate) fn row_bytes(problem: &FwdProblem) -> i32 {
     problem.cache.rows.map_or(0, |rows| rows.row_bytes().cast_signed())
 }
 
-/// Whether copies of 16 bytes take rows of bytes.
+/// Checks that rows of bytes can be read by copies of 16 bytes.
 ///
 /// # Errors
-/// The distance of pages that they do not take.
+/// A distance between pages that is not a multiple of 16 bytes.
 pub(crate) fn takes_row_strides(problem: &FwdProblem) -> Result<(), String> {
     let Some(rows) = problem.cache.rows else { return Ok(()) };
     match strides(problem).find(|(name, _, stride)| *name == "k" && stride % 16 != 0) {
@@ -51,7 +51,7 @@ pub(crate) enum TokenParams {
 }
 
 impl TokenParams {
-    /// The argument of a call; of one without lists and without a second cache nothing reads it.
+    /// The kernel argument of a call; without lists and without a second cache no kernel reads it.
     pub(crate) fn of(call: &FwdCall<'_>) -> Self {
         match two_caches_params(call.problem, call.args) {
             Some(two) => Self::Two(two),
@@ -68,7 +68,7 @@ impl TokenParams {
     }
 }
 
-/// Spec of a kernel over lists, which hides keys by what stands at a place, and whose absent keys come as zeros.
+/// Spec of a kernel over lists: keys are masked by their place in the list, and absent keys are loaded as zeros.
 pub(crate) fn spec(spec: FwdSpec) -> FwdSpec {
     FwdSpec { mask: MaskKind::Full, sink_columns: false, ..spec }
 }

@@ -1,4 +1,4 @@
-//! The tensor maps of a forward call: what TMA has to know of Q, K, V and the bias.
+//! The TMA tensor maps of a forward call, for Q, K, V and the bias.
 
 use std::sync::Mutex;
 
@@ -10,7 +10,8 @@ use fmha_core::{Bias, DType, FwdProblem, Shape, Strides, Totals, VLayout};
 use crate::nvidia::FwdCall;
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts, stride_bytes};
 
-/// A kernel argument: maps, adjacent. A kernel without a bias by TMA may take the first three.
+/// A kernel argument with the maps one after another. A kernel that does not load a bias by TMA may declare only
+/// the first three.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub struct Maps {
@@ -28,15 +29,16 @@ pub struct Boxes {
     pub k: [i32; 4],
     /// Box of V; (rows, dim, heads, batch) for a column-major V.
     pub v: [i32; 4],
-    /// (key, query, head, batch) of an elementwise bias, where TMA brings it.
+    /// Box (key, query, head, batch) of an elementwise bias, if TMA loads it.
     pub bias: Option<[i32; 4]>,
-    /// Place of a prepared V; `None`: V is read where the caller has it.
+    /// Place of a prepared V; `None` if V is read from the caller's memory.
     pub prepared_v: Option<BlocksOfV>,
-    /// Place of turned queries, a batch axis on packed ones too; `None`: Q is read where the caller has it.
+    /// Place of rotated queries, which have a batch axis even if they are packed; `None` if Q is read from the
+    /// caller's memory.
     pub turned_q: Option<View>,
 }
 
-/// A V that lies in the workspace block by block, as a kernel's tiles have it.
+/// A V that lies in the workspace as blocks in the order of a kernel's tiles.
 #[derive(Clone, Copy)]
 pub struct BlocksOfV {
     /// Address of the first block, on the device.
@@ -69,15 +71,14 @@ struct Places {
     totals: Totals,
 }
 
-/// The maps of a step's last call: most calls lie where the one before them lay, and on the host of an H200
-/// the driver takes 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
+/// The maps of a step's last call, for reuse: most calls have the addresses of the call before. On the host of an
+/// H200 the driver takes 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
 #[derive(Default)]
 pub struct LastMaps(Mutex<Option<(Places, Maps)>>);
 
 impl LastMaps {
-    /// Maps of a call of the plan whose step this is. If another thread's call holds the last maps, this call
-    /// encodes its own maps instead of waiting. `v` is a V that lies in the workspace; the boxes are computed
-    /// only where maps are encoded.
+    /// Maps of a call of the plan. If another thread's call holds the lock of the last maps, this call encodes its
+    /// own maps instead of waiting. `v` is a V in the workspace; the boxes are computed only if maps are encoded.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -90,7 +91,7 @@ impl LastMaps {
         self.of_turned::<D>(call, None, v, boxes)
     }
 
-    /// [`Self::of`] a call whose queries a launch before has turned, and left in the workspace as `q` says.
+    /// Like [`Self::of`], for a call whose queries a launch before has rotated and written to the workspace at `q`.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -141,7 +142,7 @@ pub struct MapFacts {
 }
 
 impl MapFacts {
-    /// Contents of the maps of a call whose kernel loads `boxes`.
+    /// The contents of a call's tensor maps, for a kernel that loads `boxes`.
     #[must_use]
     pub fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
         let problem = call.problem;
@@ -200,7 +201,7 @@ impl MapFacts {
     }
 }
 
-/// Types of Q, K and V in memory: with scales by blocks those of their elements, of a byte each.
+/// Types of Q, K and V in memory: with scales by blocks, the type of their one-byte elements.
 pub(crate) fn stored_types(problem: &FwdProblem) -> [DType; 3] {
     match problem.block_scales.map(|scales| scales.format.elem()) {
         Some(ElemType::Number(elem)) => [elem; 3],
@@ -210,7 +211,7 @@ pub(crate) fn stored_types(problem: &FwdProblem) -> [DType; 3] {
     }
 }
 
-/// The map of an elementwise bias; one of its kind where its stride is 0, as the kernel counts them.
+/// The map of an elementwise bias. A broadcast axis (stride 0) has extent 1, as the kernel assumes.
 fn bias_facts(call: &FwdCall<'_>, box_dims: [i32; 4]) -> Option<TensorMapFacts<4, 3>> {
     let (Bias::Elementwise(bias), Some(data)) = (call.problem.score.bias, &call.args.score.bias) else {
         return None;

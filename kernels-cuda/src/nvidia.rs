@@ -1,4 +1,4 @@
-//! NVIDIA's devices as recipes see them: what a choice depends on besides the problem.
+//! Facts of NVIDIA's devices on which choices depend, besides the problem.
 
 use std::fmt::Debug;
 
@@ -12,7 +12,8 @@ use crate::maps::LastMaps;
 use crate::rows;
 use crate::tma::EncodeTensorMap;
 
-/// A backend that the recipes here serve: its driver encodes tensor maps, and keeps a step's from call to call.
+/// A backend that can use the recipes of this crate: its driver encodes tensor maps, and stores a step's maps
+/// between calls.
 pub trait Nvidia: Vendor<Facts = DeviceFacts, Driver: EncodeTensorMap + Driver<Kept = LastMaps>> {}
 
 impl<V> Nvidia for V where V: Vendor<Facts = DeviceFacts, Driver: EncodeTensorMap + Driver<Kept = LastMaps>> {}
@@ -33,15 +34,15 @@ pub struct DeviceInfo {
     pub smem_bytes: u32,
     /// The highest clock of the multiprocessors, kHz.
     pub clock_khz: i32,
-    /// The memory's clock in kHz, and the bits of its bus.
+    /// The memory clock in kHz, and the width of the memory bus in bits.
     pub memory: (i32, i32),
 }
 
 /// Threads that a multiprocessor holds at a time.
 const THREADS_PER_SM: u32 = 2048;
 
-/// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a
-/// multiprocessor has threads for.
+/// A launch whose CTAs process rows without dynamic shared memory: the threads of a multiprocessor limit how many
+/// run at once.
 pub(crate) fn row_launch(
     (stage, kernel): (Stage, &'static str),
     source: KernelSource,
@@ -102,7 +103,7 @@ pub struct Instructions {
 }
 
 impl Instructions {
-    /// Instructions of an architecture; none of these for an unknown one.
+    /// Instructions of an architecture; for an unknown architecture none of the optional ones.
     fn of_arch(arch: &str) -> Self {
         let digits = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
         let number: u32 = digits.parse().unwrap_or(0);
@@ -127,15 +128,15 @@ pub struct MatrixSums {
 
 impl MatrixSums {
     /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024,
-    /// section 3.5.2) says of the H800's FP8 that some 14 bits are kept; how was found by models of an H200's
-    /// LSE: docs/kernels/sm90-fwd.md.
+    /// section 3.5.2) says of the H800's FP8 that some 14 bits are kept; the exact rule was found by fitting models
+    /// to an H200's LSE: docs/kernels/sm90-fwd.md.
     const HOPPER: Self = Self {
         of_16_bits: ScoreSums::Cut { products: 16, bits: 26 },
         of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
     };
 
-    /// Ada's FP8 sums have 13 bits behind the leading one (SageAttention2, arXiv 2411.10958); nothing is
-    /// known of its 16-bit sums.
+    /// Ada's FP8 sums keep 13 bits after the leading one (SageAttention2, arXiv 2411.10958); its 16-bit sums are
+    /// unknown.
     const ADA: Self = Self { of_16_bits: ScoreSums::F32, of_fp8: ScoreSums::Cut { products: 32, bits: 14 } };
 
     /// Sums of an architecture's tensor cores; f32 for an unknown one.
@@ -187,7 +188,7 @@ impl DeviceFacts {
         Ok(facts)
     }
 
-    /// The device's tiles as they are kept now.
+    /// Loads the measured tiles that are stored for the device now.
     ///
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
@@ -198,7 +199,7 @@ impl DeviceFacts {
     /// Checks that the device has the instructions that a kernel needs.
     ///
     /// # Errors
-    /// The architecture, and what it lacks.
+    /// The architecture, and the instructions that it lacks.
     pub fn needs(&self, there: bool, what: &str) -> Result<(), String> {
         if there { Ok(()) } else { Err(format!("the device is {}, which has no {what}", self.arch)) }
     }
@@ -220,10 +221,10 @@ impl DeviceFacts {
         Ok(())
     }
 
-    /// An architecture without a device: the numbers that NVIDIA states of one that has it.
+    /// Facts of an architecture without a device: the data sheet numbers of a device with this architecture.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] for an architecture that no numbers are known of.
+    /// [`Error::NoDevice`] for an architecture without known numbers.
     pub fn stated(arch: &str) -> Result<Self> {
         // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per
         // compute capability.
@@ -336,7 +337,7 @@ impl Facts for DeviceFacts {
         &self.arch
     }
 
-    /// Hopper's FP8 runs at twice the rate of two bytes (1979 TFLOP/s in the same table).
+    /// Peak rates. Hopper's FP8 has twice the rate of 16-bit types (1979 TFLOP/s in the data sheet's table).
     fn roofline(&self, dtype: DType) -> Roofline {
         let mut roofline = self.roofline.clone();
         if let (Some(flops), true) = (&mut roofline.flops_per_second, dtype.is_fp8()) {

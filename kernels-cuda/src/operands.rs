@@ -7,9 +7,9 @@ use fmha_gpu::Operand;
 /// Requirements on addresses of TMA, and of copies and stores of 16 bytes.
 pub(crate) const ALIGN: u64 = 16;
 
-/// The strides that are used, but those of 1 between the elements of a row: tensor, axis, elements.
+/// The strides in use, except strides of 1 within a row: tensor name, axis, elements.
 pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
-    // Rows of bytes lie as their format says, whatever the number of their bytes.
+    // Rows of bytes have the strides of their format, whatever the strides in elements.
     let apart = |strides: Strides| match problem.cache.rows {
         Some(rows) => Strides { seq: rows.stride().into(), ..strides },
         None => strides,
@@ -33,7 +33,8 @@ pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static st
     })
 }
 
-/// The first stride that TMA does not take, and what it would have to be a multiple of: of 16 bytes.
+/// The first stride that TMA does not support, with the multiple that it must be: TMA needs strides that are
+/// multiples of 16 bytes.
 pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
     strides(problem).find_map(|(name, axis, stride)| {
         let dtype = match name {
@@ -47,8 +48,8 @@ pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static
     })
 }
 
-/// Keys of a page that one TMA instruction brings to a block of `block_n`; 0 where keys lie in no pages, or TMA cannot
-/// bring those of one: a box is whole lines of 8 rows, as the swizzle has them.
+/// Number of keys of a page that one TMA instruction loads into a block of `block_n` keys. 0 if K and V are not
+/// paged, or if TMA cannot load a page's part: a box must be a multiple of 8 rows, the period of the swizzle.
 pub(crate) fn page_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     let Some(page_size) = problem.layout.kv.page_size().filter(|_| problem.layout.v == VLayout::RowMajor)
     else {
@@ -66,14 +67,14 @@ pub(crate) fn has_odd_pages(problem: &FwdProblem, block_n: i32) -> bool {
     problem.layout.kv.is_paged() && page_keys(problem, block_n) == 0
 }
 
-/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is
-/// then no multiple of 16 bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the
-/// same).
+/// Whether sequences begin at arbitrary elements of V's innermost axis. The start address of a TMA box would then
+/// not be a multiple of 16 bytes, which is an illegal instruction (on an H200; Triton's issue 7385 reports this
+/// too).
 pub(crate) fn keys_of_v_begin_anywhere(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed
 }
 
-/// Whether O's rows are whole 16 bytes and begin on such, where its address does.
+/// Whether O's rows are multiples of 16 bytes and begin at such addresses if O does.
 pub(crate) fn stores_vectors(problem: &FwdProblem) -> bool {
     let (Strides { batch, seq, head, .. }, shape) = (problem.strides.o, problem.shape_o());
     let elems = 16 / problem.dtypes.o.size_bytes() as i64;
@@ -95,10 +96,10 @@ pub(crate) const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
     bytes / size
 }
 
-/// Refuses sequences whose positions 32 bits do not hold beside what kernels add to them.
+/// Refuses sequences so long that positions plus the kernels' offsets overflow 32 bits.
 ///
 /// # Errors
-/// In `kernel`'s name, the length.
+/// The length, as a refusal of `kernel`.
 pub(crate) fn refuse_long_sequences(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
     for (field, length) in [("seqlen_q", problem.dims.seqlen_q), ("seqlen_k", problem.dims.seqlen_k)] {
         if length >= 1 << 29 {
@@ -108,11 +109,11 @@ pub(crate) fn refuse_long_sequences(problem: &FwdProblem, kernel: &'static str) 
     Ok(())
 }
 
-/// Refuses scales by which `ALiBi`'s slopes cannot be divided: they are subtracted from scores that are not
-/// scaled yet. Scores of other types than bf16 are 0 at such a scale.
+/// Refuses a `softmax_scale` so small that `ALiBi`'s slopes cannot be divided by it, which is needed because slopes
+/// are subtracted from unscaled scores. With types other than bf16 all scores are 0 at such a scale.
 ///
 /// # Errors
-/// In `kernel`'s name, the scale.
+/// The scale, as a refusal of `kernel`.
 pub(crate) fn refuse_faint_alibi(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
     let scale = problem.resolved_softmax_scale();
     let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
@@ -122,8 +123,8 @@ pub(crate) fn refuse_faint_alibi(problem: &FwdProblem, kernel: &'static str) -> 
     Ok(())
 }
 
-/// Requirements on an operand's address of a kernel whose loads are TMA's (`copy_bytes` 0) or copies of so
-/// many bytes, and which stores rows of O 16 bytes at a time or element by element.
+/// Required alignment of an operand's address, for a kernel that loads by TMA (`copy_bytes` 0) or by copies of
+/// `copy_bytes` bytes, and that stores rows of O 16 bytes at a time or by elements.
 pub(crate) fn alignment(
     problem: &FwdProblem,
     operand: Operand,
@@ -140,11 +141,11 @@ pub(crate) fn alignment(
     }
 }
 
-/// Refuses a plan whose rows are to have the same bits in every call: one kernel has all of a device's calls then, and
-/// `sm80` is the one that takes rows and keys in every layout.
+/// Refuses a row-invariant plan: one kernel must then compute all of a device's calls, and only `sm80` supports
+/// every layout of rows and keys.
 ///
 /// # Errors
-/// The wish, in the name of `kernel`.
+/// The option, as a refusal of `kernel`.
 pub(crate) fn refuse_row_invariant(options: &PlanOptions, kernel: &'static str) -> Result<(), Refusal> {
     if options.row_invariant {
         let reason = "row_invariant true: it does not take keys in every layout, and sums them in another order than \

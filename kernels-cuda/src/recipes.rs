@@ -1,4 +1,4 @@
-//! The recipes, best first: a line each. What a recipe is made of lies in its folder, its device text under `fmha/`.
+//! The list of recipes, best first. A recipe's code is in the folder of its name, its device text under `fmha/`.
 
 use fmha_core::sparse::ValidChoose;
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};

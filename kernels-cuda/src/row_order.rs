@@ -1,10 +1,10 @@
-//! The order of a row's keys that Hopper's kernel of `wgmma` and `sm80` have in common, so that a row has the same bits
-//! in a call of either: where plans are asked for `row_invariant`.
+//! The order of a row's keys that Hopper's kernel on `wgmma` and `sm80` share in plans with `row_invariant`, so
+//! that a row has equal bits in a call of either kernel.
 //!
-//! Both multiply 16 products of the depth at a time, in ascending order, and have one softmax and one merge. What is
-//! left to agree on is the blocks of keys, the parts, which follow the blocks, and by how much a maximum may lag.
-//! Hopper sums the 16 products of a `wgmma` and of an `mma.sync` alike: one function gives every bit of both that an
-//! H200 has recorded (`tests/emulators/ptx/silicon/tests/sums.rs`).
+//! Both multiply 16 products of the depth at a time, in ascending order, and share the code of softmax and merge.
+//! They must also agree on the blocks of keys, on the parts, which follow from the blocks, and on how far the
+//! running maximum may lag. Hopper sums the 16 products of a `wgmma` and of an `mma.sync` alike: one function
+//! reproduces every bit of both that was recorded on an H200 (`tests/emulators/ptx/silicon/tests/sums.rs`).
 
 use fmha_core::spec::FwdSpec;
 use fmha_core::{Bias, BwdProblem, DType, FwdProblem, MaskKind, VLayout};
@@ -12,10 +12,9 @@ use fmha_core::{Bias, BwdProblem, DType, FwdProblem, MaskKind, VLayout};
 use crate::nvidia::DeviceFacts;
 use crate::{sm80, sm90};
 
-/// Keys of a block of problems whose rows both kernels take, on a device that has both.
-///
-/// The answer follows from no sequence, length or layout of Q and K: a row's other calls have the same one. `sm80` and
-/// `sm90` refuse a column-major V.
+/// Keys of a block for problems that both kernels may compute, on a device that has both. The result depends on no
+/// sequence, length or layout of Q and K, so that a row's other calls have the same block. `sm80` and `sm90` refuse
+/// a column-major V.
 pub(crate) fn shared_block(problem: &FwdProblem, facts: &DeviceFacts) -> Option<i32> {
     let (dtypes, dims, score) = (problem.dtypes, problem.dims, &problem.score);
     let is_wide =
@@ -28,11 +27,10 @@ pub(crate) fn shared_block(problem: &FwdProblem, facts: &DeviceFacts) -> Option<
     is_shared.then(|| sm90::default_tile(&under_a_mask(FwdSpec::of(problem))).block_n)
 }
 
-/// Whether the gradients of a problem's rows are those of Hopper's backward of `wgmma`, on a device that has it. The
-/// order of `sm80`'s backward is another one, so each problem is one kernel's alone, in every layout.
-///
-/// The answer follows from no sequence, length or stride. Rows of head dimensions that are no multiples of eight seldom
-/// lie as TMA wants them.
+/// Whether the gradients of a problem's rows are computed by Hopper's backward on `wgmma`, if the device has it.
+/// `sm80`'s backward has another order of sums, so one kernel must compute a problem in every layout. The result
+/// depends on no sequence, length or stride. Head dimensions that are no multiple of eight are left out, since
+/// their rows seldom have the alignment that TMA needs.
 pub(crate) fn has_gradients_of_wgmma(problem: &BwdProblem, facts: &DeviceFacts) -> bool {
     let (fwd, dims) = (&problem.fwd, problem.fwd.dims);
     let takes = |dim: u32| dim <= 128 && dim.is_multiple_of(8);
@@ -44,8 +42,9 @@ pub(crate) fn has_gradients_of_wgmma(problem: &BwdProblem, facts: &DeviceFacts) 
         && problem.dcaptured.is_empty()
 }
 
-/// The spec of a problem's text under a mask: a row that sees the same keys without one has the same bits only by it.
-/// Without a mask P of bf16 lies lower, and its shift rounds otherwise.
+/// The problem's spec with a mask: a row has equal bits with a mask that hides none of its keys and without one
+/// only if both use the masked text. Without a mask P of bf16 is shifted by another power of two, and rounds
+/// differently.
 pub(crate) fn under_a_mask(spec: FwdSpec) -> FwdSpec {
     if spec.mask == MaskKind::Full { FwdSpec { mask: MaskKind::Upper, ..spec } } else { spec }
 }

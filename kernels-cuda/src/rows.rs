@@ -1,5 +1,5 @@
-//! Kernels in which a warp takes rows one after another: those that every vendor has, and the one that writes dropout's
-//! keep mask.
+//! Kernels in which a warp processes rows one after another: those that every vendor has, and the one that writes
+//! dropout's keep mask.
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::abi_spec;
@@ -100,8 +100,8 @@ const MOST_HELD: u32 = 32;
 const LEAST_KEYS: u32 = 4096;
 
 impl ClusterChoice {
-    /// The cluster for so many rows of so many entries, of `wanted` CTAs or as many as serve; `None` where a row is
-    /// longer than registers hold.
+    /// The cluster for this many rows of this many entries, with `wanted` CTAs or as many as needed; `None` if a
+    /// row does not fit the registers.
     #[must_use]
     pub fn of(rows: u64, entries: u32, num_sms: u32, wanted: Option<u32>) -> Option<Self> {
         let least = entries.div_ceil(CHOOSING_THREADS * MOST_HELD).max(1).next_power_of_two();
@@ -111,7 +111,7 @@ impl ClusterChoice {
             return None;
         }
         let held = entries.div_ceil(ctas * CHOOSING_THREADS).next_power_of_two().max(4);
-        // Two CTAs of 32 scores a thread spill registers; four hold half as many each.
+        // Two CTAs with 32 scores per thread spill registers; four CTAs hold half as many each.
         if (ctas, held) == (2, MOST_HELD) {
             return if wanted.is_none() { Self::of(rows, entries, num_sms, Some(4)) } else { None };
         }
@@ -140,7 +140,8 @@ pub fn cluster_choice(choice: &ClusterChoice) -> KernelSource {
     })
 }
 
-/// Launch of the lists by clusters, and its words; `None` where the device has no clusters, or a row is too long.
+/// The launch that makes lists by clusters, with its description; `None` if the device has no clusters, or a row is
+/// too long.
 pub(crate) fn lists_by_clusters(
     at: (Stage, &'static str),
     rows: u64,
@@ -158,14 +159,14 @@ pub(crate) fn lists_by_clusters(
     };
     let groups = rows * u64::from(choice.ctas.unsigned_abs());
     let groups = i32::try_from(groups).map_err(|_| format!("{groups} CTAs are more than a grid has"))?;
-    // The grid of lists starts while the scores' grid ends, and waits for it.
+    // The grid of lists may start while the scores' grid ends, and then waits for it.
     let grid = Grid { dependent: true, ..Grid::new(groups.unsigned_abs(), CHOOSING_THREADS) };
     let words = format!("clusters of {} CTAs to a row, {} scores of each thread", choice.ctas, choice.held);
     Ok(Some((row_launch(at, cluster_choice(&choice), grid, facts), words)))
 }
 
-/// The launch that writes the keep mask beside a forward kernel that does not, of so many rows: it reads where
-/// sequences lie and what dropout has.
+/// The launch that writes the keep mask for a forward kernel that does not write it, for this many rows: it reads
+/// only the sequences' places and the dropout parameters.
 pub(crate) fn keep_mask(name: &'static str, spec: &FwdSpec, rows: u64, facts: &DeviceFacts) -> Launch {
     let source = entry("fmha/common/keep_mask.cuh", "FwdParams p", "write_keep_mask<kSpec>(p);", spec);
     launch((Stage::KeepMask, name), source, rows, facts)

@@ -1,4 +1,4 @@
-//! The order of tiles: what a persistent kernel's scheduler walks, whatever the architecture.
+//! The order of tiles in persistent kernels' schedulers, for every architecture.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::source::Header;
@@ -6,14 +6,14 @@ use fmha_core::{FwdProblem, MaskKind, abi_enum, abi_struct};
 
 use crate::tile_list;
 
-/// Order in which CTAs take tiles.
+/// How tiles are assigned to CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
     /// One tile a CTA, in the hardware's order.
     Single,
-    /// A CTA per SM; tile t goes to CTA t mod CTAs, every second round backwards.
+    /// One CTA per SM; tile t goes to CTA t mod CTAs, in every second round in reverse order.
     Static,
-    /// A CTA per SM; the next tile index comes from an atomic counter: 4 bytes of workspace, zero before each
+    /// One CTA per SM; an atomic counter gives the next tile index: 4 bytes of workspace, zeroed before each
     /// launch.
     Dynamic,
 }
@@ -25,23 +25,23 @@ abi_struct! {
     pub struct TileSchedule {
         /// `num_heads * num_m_blocks`.
         pub num_tiles: i32,
-        /// Row blocks of the longest sequence; pairs of them where a cluster has two.
+        /// Number of row blocks of the longest sequence, or of pairs of row blocks if a cluster has two.
         pub num_m_blocks: i32,
-        /// First row block of the launch, where it has only some.
+        /// First row block of the launch, if it computes only some.
         pub first_m_block: i32,
-        /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster
-        /// has two), or kv heads when they are packed.
+        /// Sequences times heads, times the parts of their keys. Heads are query heads (pairs of them if a cluster
+        /// has two), or kv heads if query heads are packed.
         pub num_heads: i32,
-        /// Heads of an L2 head group, whose tiles run before the next group's: their K and V share the L2.
+        /// Heads of an L2 head group. Its tiles run before the next group's, so that their K and V stay in the L2.
         pub heads_per_l2_group: i32,
     }
 }
 
-/// Bytes that K and V of an L2 head group may take. 60 MiB are there in two halves, and each half keeps copies of
-/// what the other holds.
+/// Bytes of K and V that an L2 head group may have. The L2 has 60 MiB in two halves, each of which holds copies of
+/// the other's data.
 pub const L2_GROUP_BYTES: i64 = 32 << 20;
 
-/// Query rows and heads that one unit of the schedule (a CTA, or a cluster) takes.
+/// Query rows and heads of one unit of the schedule (a CTA, or a cluster).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnitOfWork {
     /// Query rows, of all the unit's CTAs.
@@ -54,19 +54,19 @@ pub(crate) struct UnitOfWork {
     pub(crate) kv_parts: i32,
 }
 
-/// Tiles that a CTA knows at a time: the one at work, its predecessor whose O is being stored, its successor.
-/// With two, a tile of one block could wait for itself.
+/// Number of tiles whose indices a CTA holds at a time: the tile being computed, its predecessor, whose O is being
+/// stored, and its successor. With two, a tile of one block could wait for itself.
 pub(crate) const WORK_SLOTS: i32 = 3;
 /// Bytes of the scheduler's record of a tile, the device's `Work`.
 pub(crate) const WORK_BYTES: i32 = 19 * 4;
 
-/// Word of the workspace where a launch in shares leaves for the merge how they were dealt
-/// (`common/shares.cuh`), behind the tile counter's line.
+/// Word of the workspace where a launch with shares records how they were assigned, for the merging launch
+/// (`common/shares.cuh`); it follows the tile counter's cache line.
 pub(crate) const SHARES_AT: u64 = 64;
-/// Words of that before each sequence's.
+/// Number of words at [`SHARES_AT`] before those of each sequence.
 pub(crate) const SHARES_HEADER: u64 = 2;
-/// Bytes of which the addresses are multiples where CTAs keep what they have folded: behind [`SHARES_AT`], which a
-/// launch that folds does not use.
+/// Alignment of the addresses where CTAs store merged parts; they follow [`SHARES_AT`], which such a launch does
+/// not use.
 pub(crate) const FOLD_ALIGN: u64 = 128;
 
 /// Most tiles of a schedule. The atomic counter runs past the last tile by one index for each CTA, and a tile
@@ -77,7 +77,7 @@ impl TileSchedule {
     /// Schedule of a problem's maximal lengths.
     ///
     /// # Errors
-    /// More than [`MAX_TILES`] tiles, with the fields that make them.
+    /// More than [`MAX_TILES`] tiles, with the fields that cause them.
     pub(crate) fn new(problem: &FwdProblem, unit: UnitOfWork) -> Result<Self, String> {
         let dims = problem.dims;
         let ratio = if unit.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
@@ -92,7 +92,7 @@ impl TileSchedule {
             * problem.dtypes.qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
         let sharing = if unit.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(unit.heads) };
-        // Unmasked tiles are equal in length: the row blocks of a head run together and share its K and V.
+        // Unmasked tiles are equally long: the row blocks of a head run together and share its K and V.
         let masked = tile_list::band_of_tiles(problem).kind() != MaskKind::Full;
         let group_bytes = if masked { L2_GROUP_BYTES } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, kv_bytes, sharing, group_bytes);
@@ -114,15 +114,15 @@ impl TileSchedule {
 }
 
 impl TileSchedule {
-    /// Schedule of `count` row blocks from `first` on, or of as many as there are.
+    /// Schedule of `count` row blocks from `first` on, or of all that remain if there are fewer.
     #[must_use]
     pub fn of_blocks(&self, first: i32, count: i32) -> Self {
         let num_m_blocks = count.min(self.num_m_blocks - first).max(0);
         Self { num_tiles: self.num_heads * num_m_blocks, num_m_blocks, first_m_block: first, ..*self }
     }
 
-    /// Bytes of the counter that so many CTAs (or clusters) take tile indices from. None where each CTA has
-    /// one tile at most: then no run has a counter to clear, which is a step of its stream less.
+    /// Bytes of the counter that gives tile indices to this many CTAs (or clusters). 0 if each CTA has at most one
+    /// tile: a run then has no counter to clear, which saves a step of its stream.
     #[must_use]
     pub fn counter_bytes(&self, order: TileOrder, workers: u32) -> u64 {
         let claims = order == TileOrder::Dynamic && self.num_tiles.unsigned_abs() > workers;
@@ -136,7 +136,8 @@ pub(crate) fn heads_per_l2_group(num_heads: i64, head_bytes: i64, sharing: i64, 
     // More than 32 make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with 32.
     let fitting =
         (group_bytes / head_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
-    // 32 heads in groups of 5 (and one of 2): 757; in groups of 4 or 8: 785. D 192 causal, 8k.
+    // Groups that divide the heads evenly are preferred: 32 heads in groups of 5 (and one of 2) run at 757 TFLOP/s,
+    // in groups of 4 or 8 at 785 (D 192 causal, 8k).
     let whole = |heads: &i64| num_heads % heads == 0 && heads % sharing == 0;
     if let Some(heads) = (fitting / 2 + 1..=fitting).rev().find(whole) {
         return heads;
@@ -146,7 +147,7 @@ pub(crate) fn heads_per_l2_group(num_heads: i64, head_bytes: i64, sharing: i64, 
     (even + sharing - 1) / sharing * sharing
 }
 
-/// `fmha/tile_schedule.h`: what this file shares with the device.
+/// `fmha/tile_schedule.h`: the types and constants that this file shares with the device.
 pub(crate) fn header() -> Header {
     let text = format!(
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n\

@@ -51,11 +51,11 @@ pub const REDUCING_ARCHS: [&str; 2] = ["sm_103a", "sm_110a"];
 /// The architecture whose special-function units have twice the exponentials.
 pub const FAST_EXP_ARCH: &str = "sm_103a";
 
-/// Columns of tensor memory, which one CTA takes whole.
+/// Columns of tensor memory, all of which one CTA allocates.
 pub const TMEM_COLUMNS: i32 = 512;
 
 abi_spec! {
-    /// Tile of the kernel: how it computes.
+    /// Tile of the Blackwell kernel: its tuning parameters.
     pub struct Sm100Tile {
         /// Query rows of a CTA: 128 or 256, 128 to a softmax warpgroup.
         pub block_m: i32 = Takes::among(&[128, 256]).tuned(),
@@ -65,7 +65,7 @@ abi_spec! {
         pub stages: i32 = Takes::within(1, 16).tuned_over(&[2, 3, 4, 5, 6, 8]),
         /// Order in which CTAs take tiles.
         pub order: TileOrder = Takes::all().tuned(),
-        /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
+        /// O is rescaled only if a maximum grew by more than this, in log2; with 0, if it grew at all.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// Pairs that are polynomials on the multiply-add pipe, of each 16 pairs of exponentials.
         pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
@@ -73,21 +73,22 @@ abi_spec! {
         pub load_max: bool = Takes::all().tuned(),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
-        /// O is stored 16 bytes at a time; else element by element.
+        /// Whether O is stored 16 bytes at a time; otherwise by elements.
         pub vector_store: bool,
-        /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
-        /// and V: 16, 8, 4, or fewer (element by element).
+        /// 0: TMA loads Q, K and V. Otherwise two warps copy this many bytes at a time, which must divide every
+        /// stride and address of Q, K and V: 16, 8, 4, or fewer (by elements).
         pub copy_bytes: i32 = Takes::among(&[0, 1, 2, 4, 8, 16]),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
         /// sees all keys.
         pub split_keys: i32 = Takes::multiples(32, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
-        /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block
-        /// of keys: 1 or 2.
+        /// Number of CTAs (1 or 2) whose tensor cores compute as one; each has query tiles of its own and half of
+        /// every block of keys.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
-        /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
+        /// Whether the CTAs of a cluster have neighbouring heads of a kv head's group; otherwise neighbouring query
+        /// rows.
         pub cluster_heads: bool = Takes::nothing(),
-        /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
-        /// it sets up its barriers and then waits for that one's memory.
+        /// Whether the grid may start while the one before it in the stream ends (programmatic dependent launch).
+        /// It sets up its barriers first, and then waits for the other grid's writes.
         pub dependent_launch: bool = Takes::all().tuned(),
         /// Whether, with `pack_gqa`, a group's heads do not divide a query tile's 128 rows: the tile then has
         /// whole groups, and rows that are left over.
@@ -98,8 +99,8 @@ abi_spec! {
         /// Number of CTAs that walk equal shares of all tiles' blocks, with `split_keys` keys each at least;
         /// 0: a CTA walks a tile, or a part of one.
         pub shares: i32 = Takes::within(0, 1 << 16),
-        /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
-        /// else they follow the longest one.
+        /// Whether parts, with `split_keys`, have a fixed number of keys, counted from each sequence's first;
+        /// otherwise the number follows from the longest sequence.
         pub fixed_parts: bool = Takes::all(),
         /// Elements of a row of Q, K and P, and keys of V, that share a scale: 32 of MXFP8, 16 of NVFP4; 0: none.
         pub scale_block: i32 = Takes::nothing(),
@@ -175,7 +176,8 @@ impl Sm100Tile {
         self.stages = most_stages(spec, self);
     }
 
-    /// Threads of a CTA: the softmax warpgroups, one that corrects and stores, one of single-warp roles.
+    /// Threads of a CTA: the softmax warpgroups, one warpgroup for correction and stores, and one of single-warp
+    /// roles.
     #[must_use]
     pub const fn num_threads(&self) -> i32 {
         128 * (self.num_q_tiles() + 2)
@@ -217,7 +219,7 @@ impl Sm100Tile {
         if self.scale_block == 0 { 0 } else { self.num_q_tiles() * qk + self.stages * slot + of_p }
     }
 
-    /// Columns of tensor memory that S, O and scales take: of blocks of K and V two buffers each.
+    /// Columns of tensor memory for S, O and scales; scales of K and V blocks have two buffers each.
     #[must_use]
     pub const fn tmem_columns(&self, spec: &FwdSpec) -> i32 {
         let [qk, v, p] = self.words_of_scales(spec);
@@ -267,14 +269,14 @@ impl Sm100Tile {
         split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares }
     }
 
-    /// The queries of a call whose parts lie in the workspace at a time.
+    /// Number of queries whose parts lie in the workspace at a time.
     #[must_use]
     pub fn rows_at_once(&self, problem: &FwdProblem) -> split::RowsAtOnce {
         self.cut(problem).rows_at_once(problem, self.rows_of_tile(problem), self.pack_gqa)
     }
 
-    /// Makes a row's bits depend on its own sequence alone: no pair of CTAs, which takes other blocks of keys, and
-    /// parts that have as many keys of every sequence, where one may be long enough for several.
+    /// Makes a row's bits depend on its own sequence alone: no pairs of CTAs, which have other blocks of keys, and
+    /// parts with a fixed number of keys if a sequence may be long enough for several.
     #[must_use]
     pub fn batch_invariant(self, problem: &FwdProblem) -> Self {
         let tile = Self { split_keys: 0, shares: 0, fixed_parts: false, ..self.alone(&spec_of(problem)) };
@@ -300,12 +302,13 @@ impl Sm100Tile {
         if self.whole_groups { self.block_m / ratio * ratio } else { self.block_m }
     }
 
-    /// Sets the fields that follow from the others, from how many query heads a kv head has, and from the
-    /// size of a page.
+    /// Sets the fields that follow from the others, from the number of query heads per kv head, and from the page
+    /// size.
     pub fn place(&mut self, problem: &FwdProblem) {
         self.whole_groups = self.pack_gqa && !128_u32.is_multiple_of(problem.gqa_ratio().max(1));
         self.page_keys = if self.copy_bytes == 0 { page_keys(problem, self.block_n) } else { 0 };
-        // A part's rows are the kernel's own; rows of O that no vector fits are stored by elements, whatever was asked.
+        // Rows of parts have the kernel's own layout; rows of O that do not fit vectors are stored by elements,
+        // whatever the user asked.
         self.vector_store = self.split_keys > 0 || self.vector_store && stores_vectors(problem);
     }
 
@@ -337,7 +340,7 @@ impl Sm100Tile {
         [dim, heads, 128 / heads, 1, 1]
     }
 
-    /// Keys that one TMA instruction brings: those of a block, or of a page.
+    /// Number of keys that one TMA instruction loads: a whole block, or a page's part of it.
     const fn keys_of_box(&self) -> i32 {
         if self.page_keys > 0 { self.page_keys } else { self.block_n }
     }
@@ -376,11 +379,11 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
     round_up(rows * padded * dtype.size_bytes() as i32, 1024)
 }
 
-/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
-/// be multiples of 16.
+/// Checks that the kernel computes this problem. Addresses, which are not part of a problem, must be multiples of
+/// 16.
 ///
 /// # Errors
-/// The first fact that it does not take.
+/// The first fact that the kernel does not support.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     if let Some(scales) = problem.block_scales {
@@ -418,8 +421,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if o.is_fp8() && !matches!(o, DType::E4m3Fn | DType::E5m2) {
         return refuse(format!("dtype_o {o} is not f16, bf16, f32 or OCP FP8"));
     }
-    // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types
-    // are 0 at such a scale.
+    // A subnormal factor of the exponents counts as 0 in this architecture's multiply-adds, so such scales are
+    // refused for bf16; with other types all scores are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
     let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
     if stored_types(problem)[0] == DType::Bf16
@@ -461,7 +464,8 @@ fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'s
     })
 }
 
-/// Whether TMA takes every stride, multiples of 16 bytes below 2^40, and every box begins at such a one.
+/// Whether TMA supports every stride (multiples of 16 bytes below 2^40), and every box begins at a multiple of 16
+/// bytes.
 fn tma_loads(problem: &FwdProblem, block_n: i32) -> bool {
     !keys_of_v_begin_anywhere(problem)
         && !has_odd_pages(problem, block_n)
@@ -476,7 +480,7 @@ fn most_copied(problem: &FwdProblem) -> i32 {
     [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32
 }
 
-/// Whether a problem's strides can be loaded as a tile says.
+/// Checks that the tile's way of loading supports a problem's strides.
 ///
 /// # Errors
 /// A text that names the tile's field and the stride.
@@ -526,8 +530,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile 
     let seqlen_q = i64::from(dims.seqlen_q);
     let fills = 128 % ratio == 0;
 
-    // A short query: the heads of a group side by side, where that saves a tenth of the rows. A group that leaves rows
-    // over has tiles of its own, which no bundle has: few queries over a cache are worth them.
+    // For a short query the heads of a group are packed into a tile if that saves a tenth of the rows. A group that
+    // does not fill its tiles has a tile that no bundle contains, which pays off only for few queries over a cache.
     if ratio > 1 && (fills || ratio <= 128 && few::are_few(problem)) {
         let block_m = i64::from(if fills { tile.block_m } else { 128 });
         let queries = block_m / ratio;
@@ -578,11 +582,11 @@ pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
 #[must_use]
 pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), sm90::padded_dim(spec.head_dim_v));
-    // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160.
-    // Wider ones have one, two blocks of whose scores are there at a time: fewer keys a block would have Q,
-    // which each block's product reads again, take more of shared memory's time than the product has. From
-    // 224 on a ring of 128 keys a block has room beside Q in a pair of CTAs alone, of which each has half of
-    // a block.
+    // Two query tiles fill tensor memory with their S and O up to head_dim_v 128, and up to 160 with fewer keys per
+    // block. Wider head dimensions have one query tile and scores of two blocks at a time. With fewer keys per
+    // block, reading Q for each block's product would take longer in shared memory than the product itself. From
+    // 224 on, a ring of blocks of 128 keys only fits beside Q in a pair of CTAs, each of which holds half of a
+    // block.
     let (block_m, block_n, cluster) = match (qk.max(v), v) {
         (..=128, _) | (..=192, ..=128) => (256, 128, 1),
         (..=160, _) => (256, 96, 1),
@@ -596,7 +600,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         block_n,
         stages: 2,
         order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
-        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room; P of 8 bits has its range already.
+        // In 16 bits P up to 2^8 is as exact as P up to 1, and f32 sums have room for it; an 8-bit P uses its whole
+        // range already.
         lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
         exp2_polynomial_pairs: polynomial_pairs(qk.max(v), spec.dtype_v.is_fp8()),
         load_max: false,
@@ -616,8 +621,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
 }
 
-/// Whether a pair of CTAs is faster than two single ones, where the table has pairs. It computes more that
-/// the mask hides, on the diagonal some 96 keys a row: modelled, that is what it saves at 6300 keys
+/// Whether a pair of CTAs is faster than two single CTAs, if the table has pairs. A pair computes more pairs that
+/// the mask hides, some 96 keys per row on the diagonal: by the model a pair saves as much at 6300 keys
 /// (docs/kernels/sm100-fwd.md).
 const fn pairs_pay(spec: &FwdSpec, seqlen_k: u32) -> bool {
     match spec.mask {
@@ -627,7 +632,7 @@ const fn pairs_pay(spec: &FwdSpec, seqlen_k: u32) -> bool {
     }
 }
 
-/// Keys of a block of a wide head dimension's, where a CTA has them alone.
+/// Keys of a block for a wide head dimension in a single CTA.
 const LONE_BLOCK_N: i32 = 64;
 
 /// Whether half of V's columns is whole swizzle spans of 32 bytes or more.
@@ -636,8 +641,9 @@ fn halves_v(spec: &FwdSpec) -> bool {
     spec.v_layout == VLayout::ColMajor || row_bytes % 64 == 0
 }
 
-/// The share of exponentials for the multiply-add pipe: about where that pipe, the special-function unit and the tensor
-/// cores would be done together by their rates (docs/kernels/sm100-fwd.md). Modelled, not measured.
+/// Share of exponentials that are computed as polynomials on the multiply-add pipe, chosen such that this pipe, the
+/// special-function unit and the tensor cores finish at about the same time by their rates
+/// (docs/kernels/sm100-fwd.md). Modelled, not measured.
 const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
     match widest {
         ..=96 => 4,
@@ -647,13 +653,13 @@ const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
     }
 }
 
-/// The most stages that shared memory holds with this tile, up to 8.
+/// The largest number of stages, up to 8, that fits the shared memory with this tile.
 fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
     let fits = |stages: &i32| Sm100Tile { stages: *stages, ..*tile }.smem_bytes(spec) <= MAX_SMEM_BYTES;
     (2..=8).rev().find(fits).unwrap_or(1)
 }
 
-/// The kernel for a spec and a tile. What it binds is in the crate's README.
+/// The kernel for a spec and a tile. The crate's README lists its arguments.
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     let call = format!("{}sm100::fwd<kSpec, kTile>(p, maps, schedule);", assert_smem(spec, tile));
@@ -672,9 +678,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     crate::source(entry.render(), || [schedule::header(), host_header()])
 }
 
-/// The kernel under masks as data, and with `has_function` a mask as code. It takes
-/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) behind its other
-/// arguments.
+/// The kernel under masks as data, with `has_function` also under a mask as code. It has the arguments
+/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) after the others.
 #[must_use]
 pub fn fwd_masked(spec: &FwdSpec, tile: &Sm100Tile, has_function: bool) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -693,7 +698,8 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm100Tile, has_function: bool) -> Kerne
     })
 }
 
-/// The kernel over MXFP8. It takes [`BlockScaleParams`](scale_params::BlockScaleParams) behind its other arguments.
+/// The kernel over MXFP8. It has the argument [`BlockScaleParams`](scale_params::BlockScaleParams) after the
+/// others.
 #[must_use]
 pub fn fwd_scaled(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -710,8 +716,7 @@ pub fn fwd_scaled(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     crate::source(entry.render(), || [schedule::header(), host_header(), scale_params::header()])
 }
 
-/// The kernel under a tree mask, of which it takes [`TreeMask`](crate::tree_mask::TreeMask) behind its other
-/// arguments.
+/// The kernel under a tree mask, with the argument [`TreeMask`](crate::tree_mask::TreeMask) after the others.
 #[must_use]
 pub fn fwd_tree(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -728,7 +733,7 @@ pub fn fwd_tree(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
 /// Parameters that every entry has.
 const OPERANDS: &str = "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \
                         const __grid_constant__ TileSchedule schedule";
-/// Bounds of an entry whose tile has no pair of CTAs.
+/// Launch bounds of an entry whose tile has no pair of CTAs.
 const BOUNDS: &str = "__launch_bounds__(sm100::num_threads(kTile), 1)";
 
 /// An entry's assertion that the device agrees on shared memory.
@@ -739,7 +744,7 @@ fn assert_smem(spec: &FwdSpec, tile: &Sm100Tile) -> String {
     )
 }
 
-/// `fmha/sm100_host.h`: what this file shares with the device.
+/// `fmha/sm100_host.h`: the types that this file shares with the device.
 fn host_header() -> Header {
     let definitions = [Sm100Tile::c_definition()];
     Header::shared("fmha/sm100_host.h", "fmha", &["fmha/tile_schedule.h"], &definitions)

@@ -1,9 +1,8 @@
 //! The Blackwell backward kernel: its tile, its entry.
 //!
-//! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in memory (`fmha/sm100/bwd/main.cuh`). Where the
-//! head dimensions leave no room for both sums, a CTA has one of them.
-//! What comes before and after it are the launches of [`sm80_bwd`] and [`simt`](crate::rows), which know no
-//! architecture.
+//! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in global memory (`fmha/sm100/bwd/main.cuh`).
+//! If the head dimensions leave no room for both sums, a CTA computes one of them. The launches before and after
+//! are those of [`sm80_bwd`] and [`simt`](crate::rows), which run on every architecture.
 
 pub mod recipe;
 pub mod units;
@@ -36,13 +35,15 @@ pub const THREADS: u32 = 512;
 abi_spec! {
     /// Tile of the kernel: how it computes.
     pub struct Sm100BwdTile {
-        /// Blocks of Q in shared memory at a time: the next one's scores are started before this one's dK has read it.
+        /// Number of blocks of Q in shared memory: the next block's scores start before this block's dK has read Q.
         pub stages_q: i32 = Takes::within(2, 3),
         /// Blocks of dO.
         pub stages_dout: i32 = Takes::within(1, 3),
-        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
+        /// Whether scores are soft-capped with one exponential and one reciprocal, for caps of 1e-3 to 64;
+        /// otherwise to f32's accuracy.
         pub fast_softcap: bool,
-        /// dK and dV are stored 16 bytes at a time: their rows are whole 16 bytes and begin on such.
+        /// Whether dK and dV are stored 16 bytes at a time: their rows are then multiples of 16 bytes and begin at
+        /// such addresses.
         pub vector_store: bool,
     }
 }
@@ -57,7 +58,7 @@ const fn product_dim(dim: i32) -> i32 {
     round_up(dim, 32)
 }
 
-/// Queries of a block: fewer of a head of Q beyond 128, beside whose sums S and dP have less room.
+/// Queries of a block: fewer for a head dimension of Q above 128, since its sums leave less room for S and dP.
 #[must_use]
 pub const fn queries(head_dim_qk: i32) -> i32 {
     if is_wide(head_dim_qk) { 64 } else { BLOCK as i32 }
@@ -75,7 +76,8 @@ pub const fn in_two(head_dim_qk: i32, head_dim_v: i32) -> bool {
     is_wide(head_dim_qk) && 2 * queries(head_dim_qk) + sums > COLUMNS
 }
 
-/// Whether V is an operand in tensor memory, and not in shared memory: two elements to a column beside S, dP and sums.
+/// Whether V is an operand in tensor memory instead of shared memory: two elements per column, besides S, dP and
+/// the sums.
 const fn v_in_tmem(head_dim_qk: i32, head_dim_v: i32) -> bool {
     let (qk, v) = (product_dim(head_dim_qk), product_dim(head_dim_v));
     let of_dv = if in_two(head_dim_qk, head_dim_v) { 0 } else { v };
@@ -165,7 +167,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm100BwdTile {
     if two.smem_bytes(spec) <= MAX_SMEM_BYTES { two } else { one }
 }
 
-/// CTAs of the main launch: one or two to each block of keys; `None`: 2^31 or more.
+/// Number of CTAs of the main launch: one or two for each block of keys; `None` if 2^31 or more.
 #[must_use]
 pub fn grid(problem: &BwdProblem) -> Option<u32> {
     let dims = problem.fwd.dims;
@@ -174,7 +176,7 @@ pub fn grid(problem: &BwdProblem) -> Option<u32> {
     ctas.checked_mul(parts).filter(|&ctas| i32::try_from(ctas).is_ok())
 }
 
-/// CTAs of the launch that finishes dQ: one to each block of queries; `None`: 2^31 or more.
+/// Number of CTAs of the launch that finishes dQ: one for each block of queries; `None` if 2^31 or more.
 #[must_use]
 pub fn finish_grid(problem: &BwdProblem) -> Option<u32> {
     let dims = problem.fwd.dims;
@@ -190,9 +192,8 @@ pub fn main(spec: &BwdSpec, tile: &Sm100BwdTile) -> KernelSource {
     entry(&[("kSpec", spec), ("kTile", tile)], &format!("__launch_bounds__({THREADS}, 1)"), params, &call)
 }
 
-/// The main launch under masks as data, and with `has_function` a mask as code. It takes
-/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) behind its other
-/// arguments.
+/// The main launch under masks as data, with `has_function` also under a mask as code. It has the arguments
+/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) after the others.
 #[must_use]
 pub fn masked_main(spec: &BwdSpec, tile: &Sm100BwdTile, has_function: bool) -> KernelSource {
     let entry = Entry {
@@ -268,7 +269,7 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, params: &str, call: &
     crate::source(entry.render(), || [host_header()])
 }
 
-/// `fmha/sm100_bwd_host.h`: what this file shares with the device.
+/// `fmha/sm100_bwd_host.h`: the types that this file shares with the device.
 fn host_header() -> Header {
     let definitions = [Sm100BwdTile::c_definition()];
     Header::shared("fmha/sm100_bwd_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)

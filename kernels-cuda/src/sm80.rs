@@ -21,7 +21,8 @@ mod table;
 
 pub use table::{Room, choose_tile, default_tile, ways_of_few};
 
-/// Rows of a short query, whose group's heads are side by side where that saves rows, and whose keys are cut.
+/// Most rows of a short query. A short query's tile has the heads of a group side by side if that saves rows, and
+/// its keys may be split.
 pub const MOST_SHORT_ROWS: u32 = 64;
 
 /// The kernel's name in plans and refusals.
@@ -34,7 +35,7 @@ pub(crate) const LAG_LOG2: i32 = 8;
 /// Blocks of K, and of V, in shared memory at a time, at most.
 const MOST_STAGES: i32 = 4;
 
-/// CTAs that walk shares, at most.
+/// Greatest number of CTAs that process shares.
 const MOST_SHARES: i32 = 1 << 16;
 
 /// Header that the kernel's entry includes.
@@ -57,35 +58,35 @@ abi_spec! {
         pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),
         /// Keys of a block.
         pub block_n: i32 = Takes::multiples(16, 16, 128).tuned_over(&[32, 48, 64, 80, 96, 128]),
-        /// Warps of a CTA, which share its rows: 16 or 32 to a warp are fast.
+        /// Number of warps of a CTA, which share its rows: 16 or 32 rows per warp are fast.
         pub warps: i32 = Takes::among(&[1, 2, 4, 8]).tuned(),
-        /// Warps that have the same rows, and each a part of O's columns, which together take more than a
+        /// Number of warps that have equal rows, each with a part of O's columns, if O's columns do not fit one
         /// warp's registers.
         pub value_parts: i32 = Takes::nothing(),
         /// Blocks of K, and of V, in shared memory at a time.
         pub stages: i32 = Takes::within(1, MOST_STAGES).tuned_over(&[1, 2, 3]),
-        /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
+        /// Number of CTAs that a multiprocessor should hold, which limits a thread's registers.
         pub ctas: i32 = Takes::within(1, 12).tuned_over(&[1, 2, 3]),
-        /// Fragments of K and V that a warp reads from shared memory before the products that take them.
+        /// Number of fragments of K and V that a warp reads from shared memory ahead of the products that use them.
         pub fragments_ahead: i32 = Takes::within(0, 4).tuned_over(&[0, 1, 2]),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
-        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
-        /// any cap.
+        /// Whether scores are soft-capped with one exponential and one reciprocal, for caps of 1e-3 to 64;
+        /// otherwise to f32's accuracy for every cap.
         pub fast_softcap: bool,
-        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time (FP8: 2); else element by
-        /// element.
+        /// Whether O is stored 16 bytes at a time (FP8: 2), which needs rows that are multiples of 16 bytes and
+        /// begin at such addresses; otherwise by elements.
         pub vector_store: bool,
-        /// Bytes that a copy takes, which divide every stride and address of Q, K and V; 2: element by element.
+        /// Bytes of a copy, which must divide every stride and address of Q, K and V; 2: by elements.
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
-        /// A block's keys lie in one page, whose rows divide into blocks.
+        /// Whether each block's keys lie in one page: blocks divide the page.
         pub block_in_page: bool = Takes::nothing(),
         /// Rows of 16 bits in shared memory are whole 128 bytes, with zeros beyond the head dimension, so
         /// that few lanes of a warp's copies name rows of their own.
         pub whole_spans: bool = Takes::nothing(),
-        /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
+        /// Type of K and V in memory: Q's type, or FP8, which is converted on the way to shared memory.
         pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
         /// sees all keys.
@@ -96,31 +97,32 @@ abi_spec! {
         /// Number of equal shares of all tiles' blocks that CTAs walk, with `split_keys` keys each at least;
         /// 0: a CTA walks a tile, or a part of one.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
-        /// Number of shares that a CTA walks, one after another, where a multiprocessor holds fewer CTAs.
+        /// Number of shares that a CTA processes one after another, if a multiprocessor holds fewer CTAs than
+        /// shares.
         pub shares_a_cta: i32 = Takes::within(1, 64),
-        /// The device converts from e4m3, in which a cache may be stored.
+        /// Whether the device has an instruction to convert e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
         /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
         pub launches_merge: bool = Takes::nothing(),
-        /// K and V come by TMA, which a warp of its own issues; else all warps copy.
+        /// Whether K and V are loaded by TMA, which an extra warp issues; otherwise all warps copy.
         pub tma: bool = Takes::all(),
-        /// V is the first columns of K's rows, and a block of K is V's, too: it is loaded once.
+        /// Whether V is the first columns of K's rows, so that a block of K serves as V too and is loaded once.
         pub v_in_k: bool = Takes::nothing(),
-        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes, which are copied as they lie and
-        /// widened in shared memory; 0: rows are of `stored`.
+        /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes, which are copied unchanged and
+        /// converted in shared memory; 0 if rows have elements of type `stored`.
         pub row_bytes: i32 = Takes::nothing(),
     }
 }
 
 abi_functions! {
     pub(crate) fn rows_text() {
-        /// A head dimension of 16 bits as the tiles have it: whole steps of a product.
+        /// A 16-bit head dimension rounded up to whole steps of a product, as in the tiles.
         pub const fn padded_dim(dim: i32) -> i32 {
             round_up(dim, 16)
         }
 
-        /// Elements of a row as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what
-        /// the tensor lacks.
+        /// Elements of a row rounded up to whole steps of a product, 32 bytes, as in the tiles. Copies fill the
+        /// rest with zeros.
         pub const fn padded_row(dim: i32, dtype: DType) -> i32 {
             round_up(dim, 32 / dtype.size_bytes() as i32)
         }
@@ -129,7 +131,7 @@ abi_functions! {
 
 abi_functions! {
     fn tile_text() of tile: Sm80Tile {
-        /// Threads that consume; all of them load, but where one more warp issues TMA.
+        /// Number of threads that compute; all of them also load, unless an extra warp issues TMA.
         pub const fn num_consumers(&self) -> i32 {
             32 * self.warps
         }
@@ -139,35 +141,35 @@ abi_functions! {
             self.num_consumers() + if self.tma { 32 } else { 0 }
         }
 
-        /// Elements of a row of Q, K or V in shared memory: whole spans of the swizzle, 128 bytes, where a warp's
-        /// copies are to have them.
+        /// Elements of a row of Q, K or V in shared memory: whole 128-byte spans of the swizzle, if a warp's copies
+        /// should have them.
         const fn tile_dim(&self, dim: i32, dtype: DType) -> i32 {
             if self.whole_spans { round_up(dim, 64) } else { padded_row(dim, dtype) }
         }
 
-        /// Whether K and V are of an FP8 cache beside queries of 16 bits.
+        /// Whether K and V come from an FP8 cache under 16-bit queries.
         const fn widens_cache(&self, spec: &FwdSpec) -> bool {
             self.stored.is_fp8() && !spec.dtype_qk.is_fp8()
         }
 
-        /// Whether blocks of an FP8 cache are loaded as they lie in memory, and widened in shared memory, one at a
-        /// time, for the products.
+        /// Whether blocks of an FP8 cache are loaded unconverted, and converted in shared memory for the products,
+        /// one block at a time.
         const fn widens_blocks(&self, spec: &FwdSpec) -> bool {
             self.widens_cache(spec) && self.copy_bytes >= 4
         }
 
-        /// Whether rings hold blocks of an FP8 cache as they lie in memory.
+        /// Whether rings hold unconverted blocks of an FP8 cache.
         const fn has_raw_blocks(&self, spec: &FwdSpec) -> bool {
             self.widens_blocks(spec) && self.row_bytes == 0
         }
 
-        /// Whether rings hold blocks of K and V in the products' types.
+        /// Whether rings hold blocks of K and V in the type of the products.
         const fn has_own_blocks(&self, spec: &FwdSpec) -> bool {
             !self.widens_blocks(spec) && self.row_bytes == 0
         }
 
-        /// Whether the products read FP8 blocks as they lie (`fp8_product.cuh`): one warp has all rows, and a lane
-        /// reads whole words. A warp's registers then hold 32 * 128 elements of O at most.
+        /// Whether the products read FP8 blocks unconverted (`fp8_product.cuh`): one warp has all rows, and each
+        /// lane reads whole words. A warp's registers then hold at most 32 * 128 elements of O.
         pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
             self.widens_blocks(spec)
                 && self.warps == 1
@@ -193,20 +195,20 @@ abi_memory! {
         /// One arrival per consumer warp: the block of V has been read.
         v_empty: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
         q: "QTile<spec, tile>" => self.qk_size(spec, self.block_m);
-        /// Ring of rows of bytes as they lie in memory, scales among them.
+        /// Ring of unconverted rows of bytes, which include their scales.
         rows: "BytesTile<tile.block_n, tile.row_bytes>" [self.stages] if self.row_bytes > 0
             => Size::of(self.block_n * round_up(self.row_bytes, 16), 16);
         /// The block of an FP8 cache, or of rows of bytes, that is widened for the products.
         wide: "WideBlock<spec, tile>"
             if self.row_bytes > 0 || (self.widens_blocks(spec) && !self.reads_raw_blocks(spec))
             => self.qk_size(spec, self.block_n).or(self.v_size(spec));
-        /// Ring of blocks of K of an FP8 cache as they lie in memory.
+        /// Ring of unconverted blocks of K from an FP8 cache.
         raw_k: "RawBlock<spec, tile, spec.head_dim_qk>" [self.stages] if self.has_raw_blocks(spec)
             => Size::of(self.block_n * self.tile_dim(spec.head_dim_qk, spec.dtype_qk), 16);
         /// Ring of V's.
         raw_v: "RawBlock<spec, tile, spec.head_dim_v>" [self.stages] if self.has_raw_blocks(spec)
             => Size::of(self.block_n * self.tile_dim(spec.head_dim_v, spec.dtype_qk), 16);
-        /// Ring of blocks of K, which are those of V too where V is the first columns of K's rows.
+        /// Ring of blocks of K, which also serve as V if V is the first columns of K's rows.
         k: "KTile<spec, tile>" [self.stages] if self.has_own_blocks(spec) => self.qk_size(spec, self.block_n);
         /// Ring of blocks of V.
         v: "VTile<spec, tile>" [self.stages] if self.has_own_blocks(spec) && !self.v_in_k => self.v_size(spec);
@@ -214,7 +216,7 @@ abi_memory! {
 }
 
 impl Sm80Tile {
-    /// Size of a tile of so many rows of Q or K.
+    /// Size of a tile with this many rows of Q or K.
     const fn qk_size(&self, spec: &FwdSpec, rows: i32) -> Size {
         let dtype = spec.dtype_qk;
         Size::tile(rows * self.tile_dim(spec.head_dim_qk, dtype) * dtype.size_bytes() as i32)
@@ -275,8 +277,9 @@ impl Sm80Tile {
         Workspace { bytes, zeroed_bytes: 0 }
     }
 
-    /// Makes a row's bits depend on its own sequence alone: blocks of so many keys in every call, and parts of
-    /// as many keys of every sequence. Few CTAs have more blocks under way each, which changes no sum.
+    /// Makes a row's bits depend on its own sequence alone: blocks have a fixed number of keys in every call, and
+    /// parts a fixed number of keys in every sequence. If there are few CTAs, each loads more blocks ahead, which
+    /// changes no sum.
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room, block_n: i32) {
         if problem.walks_lists() {
             // Parts follow the number of tokens; a list's blocks do not.
@@ -288,17 +291,17 @@ impl Sm80Tile {
         self.block_n = block_n;
         self.whole_spans = false;
         if has_other_blocks {
-            // Scores of larger blocks take registers: sixteen rows to a warp.
+            // Scores of larger blocks need registers, so a warp has sixteen rows.
             self.warps = (self.block_m / 16 * self.value_parts).min(8);
         }
         if self.shares > 0 || has_other_blocks {
-            // The shape in which shares are walked has more blocks at a time than these leave room for.
+            // Shares use more blocks at a time than these block sizes leave room for.
             self.fill(&spec, room);
         }
         self.split_keys = split::fixed_keys(problem, self.block_n);
         (self.fixed_parts, self.shares, self.shares_a_cta) = (self.split_keys > 0, 0, 1);
         let tiles = self.schedule(problem).map_or(u32::MAX, |schedule| schedule.num_tiles.unsigned_abs());
-        // As many blocks under way as there is room for: with one a CTA waits for each.
+        // Load as many blocks ahead as fit: with one block a CTA waits for each.
         for stages in (self.stages + 1..=MOST_STAGES).rev() {
             let ctas = room.ctas(Self { stages, ..*self }.smem_bytes(&spec));
             if ctas >= 1 && tiles <= room.num_sms * ctas.unsigned_abs() {
@@ -309,8 +312,8 @@ impl Sm80Tile {
         }
     }
 
-    /// Gives the only warp of sixteen rows another beside it, which has S too and half of O's columns: where few CTAs
-    /// leave the multiprocessor idle. It changes no sum.
+    /// Adds a second warp to the only warp of sixteen rows: both compute S, and each has half of O's columns. Done
+    /// if few CTAs leave the multiprocessor idle; it changes no sum.
     fn share_columns(&mut self, problem: &FwdProblem) {
         let is_wide = problem.dims.head_dim_v.is_multiple_of(128) && problem.dims.head_dim_v <= 256;
         let is_plain = problem.cache.dtype.is_none() && !self.v_in_k && !problem.dtypes.v.is_fp8();
@@ -319,11 +322,11 @@ impl Sm80Tile {
         }
     }
 
-    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`;
-    /// shares are given up for keys that are not cut, and for fixed parts.
+    /// Sets one field from its name and value. If `block_n` changes, parts of the keys are rounded to whole blocks;
+    /// setting unsplit keys or fixed parts turns shares off.
     ///
     /// # Errors
-    /// A text that names the field, the value and what the field takes.
+    /// A text that names the field, the value and the allowed values.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
         let block_n = self.block_n;
         self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
@@ -379,7 +382,7 @@ impl Sm80Tile {
         Ok(())
     }
 
-    /// Whether a problem's strides, and what they begin at, can be copied as the tile says.
+    /// Checks that the tile's copies support a problem's strides and the alignment of its rows.
     ///
     /// # Errors
     /// A text that names the tile's field and the stride.
@@ -409,7 +412,7 @@ impl Sm80Tile {
     }
 }
 
-/// Parts of O's columns that a warp's registers hold, whole spans of V's swizzle.
+/// Number of parts of O's columns that fit a warp's registers, in whole spans of V's swizzle.
 fn value_parts(head_dim_v: u32) -> Option<i32> {
     (1..=3)
         .find(|&parts| match parts {
@@ -422,19 +425,19 @@ fn value_parts(head_dim_v: u32) -> Option<i32> {
 /// Widest rows of Q and K.
 pub const MOST_DIM_QK: u32 = 576;
 
-/// Threads that a multiprocessor of any of these architectures holds.
+/// Smallest number of threads that a multiprocessor of these architectures holds.
 const MAX_THREADS: i32 = 1536;
 
-/// Whether products of P V contract blocks of so many keys in whole steps: of 8 bits 32 keys each.
+/// Whether products of P V contract blocks of this many keys in whole steps; 8-bit types have steps of 32 keys.
 const fn is_whole_steps(block_n: i32, dtype_v: DType) -> bool {
     block_n % (32 / dtype_v.size_bytes() as i32) == 0
 }
 
-/// Whether the kernel computes this problem, on a device that converts to OCP FP8 and multiplies it or on one
-/// that does neither; and if not, why.
+/// Checks that the kernel computes this problem, on a device that can convert and multiply OCP FP8 or on one that
+/// cannot.
 ///
 /// # Errors
-/// The first fact that it does not take.
+/// The first fact that the kernel does not support.
 pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_dropout_between_quads(NAME)?;
@@ -473,7 +476,7 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     refuse_long_sequences(problem, NAME)
 }
 
-/// Whether Q and K, and V beside them, are FP8 that the products take.
+/// Whether Q and K are FP8, and V is of a type that the products support with them.
 fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
     let (qk, v, dims) = (problem.dtypes.qk, problem.dtypes.v, problem.dims);
     let takes = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
@@ -493,8 +496,8 @@ fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses a full list of blocks beside a mask as code: full blocks ask no function, and the kernel asks it of every
-/// pair.
+/// Refuses a full list of blocks together with a mask as code: full blocks must not evaluate the function, but the
+/// kernel evaluates it for every pair.
 ///
 /// # Errors
 /// The list, and the mask.
@@ -512,14 +515,14 @@ pub(crate) fn refuse_full_lists_beside_code(problem: &FwdProblem) -> Result<(), 
     }
 }
 
-/// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the
-/// elements side by side of a column-major V.
+/// The most bytes per copy when strides allow any number: one element for a column-major packed V, whose contiguous
+/// axis is the keys, at which sequences begin anywhere; otherwise 16.
 fn most_copied(problem: &FwdProblem) -> i32 {
     if keys_of_v_begin_anywhere(problem) { 2 } else { 16 }
 }
 
-/// Whether TMA can bring a problem's K and V, and if not, why: one row after another, at strides of whole 16
-/// bytes, as they are.
+/// Checks that TMA can load a problem's K and V: without pages or conversion, at strides that are multiples of 16
+/// bytes.
 pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
     problem.refuse_mixed_layouts(NAME).map_err(|refusal| refusal.reason)?;
     problem.refuse_cache_updates(NAME).map_err(|refusal| refusal.reason)?;
@@ -534,7 +537,8 @@ pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
     }
 }
 
-/// Boxes of K and V as (dim, rows, heads, batch), of a column-major V (rows, dim, heads, batch), where TMA brings them.
+/// Boxes of K and V as (dim, rows, heads, batch), for a column-major V (rows, dim, heads, batch), if TMA loads
+/// them.
 #[must_use]
 pub fn boxes(spec: &FwdSpec, tile: &Sm80Tile) -> [[i32; 4]; 2] {
     let (qk, v) = (padded_row(spec.head_dim_qk, spec.dtype_qk), padded_row(spec.head_dim_v, spec.dtype_v));
@@ -551,31 +555,33 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Band)
 }
 
-/// The forward kernel under a tree mask: it takes a [`TreeMask`](tree_mask::TreeMask) too.
+/// The forward kernel under a tree mask, with a [`TreeMask`](tree_mask::TreeMask) as an additional argument.
 #[must_use]
 pub fn fwd_tree(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Tree)
 }
 
-/// The kernel under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
+/// The kernel under masks as data, with [`MaskDataParams`](fmha_core::masks::MaskDataParams) as an additional
+/// argument.
 #[must_use]
 pub fn fwd_masked(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Data)
 }
 
-/// The kernel over lists of keys, of which it takes [`ListParams`](fmha_core::lists::ListParams) too.
+/// The kernel over lists of keys, with [`ListParams`](fmha_core::lists::ListParams) as an additional argument.
 #[must_use]
 pub fn fwd_lists(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Lists)
 }
 
-/// The kernel over two caches, of which it takes [`TwoCachesParams`](fmha_core::second::TwoCachesParams) too.
+/// The kernel over two caches, with [`TwoCachesParams`](fmha_core::second::TwoCachesParams) as an additional
+/// argument.
 #[must_use]
 pub fn fwd_two_caches(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::TwoCaches)
 }
 
-/// Source of the keys that rows see besides lengths: a mask that hides keys, lists of them, or two caches.
+/// Means of selecting a row's keys besides lengths: a mask that hides keys, lists of keys, or two caches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Keys {
     Band,
@@ -627,7 +633,7 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
     })
 }
 
-/// `fmha/sm80_host.h`: what this file shares with the device.
+/// `fmha/sm80_host.h`: the types that this file shares with the device.
 fn host_header() -> Header {
     let definitions = [Sm80Tile::c_definition(), within("sm80", &[rows_text(), tile_text()])];
     Header::shared("fmha/sm80_host.h", "fmha", &["fmha/num.h", "fmha/tile_schedule.h"], &definitions)
@@ -644,20 +650,20 @@ fn stored(problem: &FwdProblem, name: &str) -> DType {
     }
 }
 
-/// Bytes of which addresses of Q, K or V are multiples, where copies take so many: FP8 whose rows begin
-/// anywhere is read byte by byte.
+/// Required alignment of the addresses of Q, K or V for copies of this many bytes: FP8 whose rows begin anywhere is
+/// read byte by byte.
 #[must_use]
 pub fn bytes_at_a_time(problem: &FwdProblem, name: &str, copy_bytes: i32) -> i32 {
     if stored(problem, name).is_fp8() && copy_bytes == 2 { 1 } else { copy_bytes }
 }
 
-/// Whether a stride of an operand is whole copies of so many bytes.
+/// Whether a stride of an operand is a multiple of this many bytes.
 fn is_whole_copies(problem: &FwdProblem, bytes: i32, (name, stride): (&str, i64)) -> bool {
     let size = stored(problem, name).size_bytes() as i64;
     stride.wrapping_mul(size) % i64::from(bytes_at_a_time(problem, name, bytes)) == 0
 }
 
-/// Whether no block of so many keys lies in two pages.
+/// Whether no block of this many keys lies in two pages.
 fn blocks_in_pages(problem: &FwdProblem, block_n: i32) -> bool {
     match problem.layout.kv {
         KvLayout::Paged { page_size } => page_size.is_multiple_of(block_n.unsigned_abs()),

@@ -1,7 +1,7 @@
 //! The backward kernels of every NVIDIA GPU from sm_80 on: their tiles, their entries.
 //!
-//! One launch sums dQ, one (or, of wide head dimensions, two) dK and dV, each CTA the gradients of its own rows alone
-//! (`fmha/sm80/bwd/config.cuh`): no sum is kept in memory, and every sum has one order.
+//! One launch sums dQ, one (or, of wide head dimensions, two) dK and dV, and each CTA sums the gradients of its own
+//! rows alone (`fmha/sm80/bwd/config.cuh`): no sum is in global memory, and every sum has a fixed order.
 
 pub mod recipe;
 
@@ -68,7 +68,7 @@ impl BwdSums {
 abi_spec! {
     /// How a launch computes.
     pub struct Sm80BwdTile {
-        /// Rows of a CTA, whose gradients it sums: queries, or keys. 16 to a warp.
+        /// Rows of a CTA (queries or keys) whose gradients it sums: 16 per warp.
         pub rows: i32 = Takes::among(&[16, 32, 64, 128]),
         /// Rows of the other side in a block.
         pub columns: i32 = Takes::multiples(16, 16, 128),
@@ -78,15 +78,17 @@ abi_spec! {
         pub stages: i32 = Takes::within(1, 4),
         /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
         pub ctas: i32 = Takes::within(1, 8),
-        /// Fragments that a warp reads from shared memory before the products that take them.
+        /// Number of fragments that a warp reads from shared memory ahead of the products that use them.
         pub fragments_ahead: i32 = Takes::within(0, 4),
-        /// Bytes that a copy takes, which divide every stride and address of Q, K, V and dO; 2: element by element.
+        /// Bytes of a copy, which must divide every stride and address of Q, K, V and dO; 2: by elements.
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
         pub fast_softcap: bool,
-        /// Gradients of 16 bits, whose rows are whole 16 bytes and begin on such, are stored 16 bytes at a time.
+        /// Whether 16-bit gradients are stored 16 bytes at a time, which needs rows that are multiples of 16 bytes
+        /// and begin at such addresses.
         pub vector_store: bool,
-        /// dQ is summed in memory, in no order, while dK and dV are; else by a launch of its own.
+        /// Whether dQ is summed in global memory, in arbitrary order, in the launch of dK and dV; otherwise a
+        /// separate launch sums it.
         pub one_pass: bool = Takes::all(),
         /// Sums that the launch computes.
         pub sums: BwdSums = Takes::nothing(),
@@ -110,7 +112,7 @@ abi_functions! {
             matches!(self.sums, BwdSums::All)
         }
 
-        /// Whether dS is made: of dV alone it is not.
+        /// Whether the launch computes dS: not if it sums only dV.
         const fn makes_ds(&self) -> bool {
             !matches!(self.sums, BwdSums::Dv)
         }
@@ -147,7 +149,7 @@ impl Sm80BwdTile {
         Ok(())
     }
 
-    /// Whether a problem's strides can be copied as the tile says.
+    /// Checks that the tile's copies support a problem's strides.
     ///
     /// # Errors
     /// A text that names the tile's field and the stride.
@@ -182,7 +184,8 @@ impl Sm80BwdTile {
     }
 }
 
-/// Whether dQ can be summed beside dK and dV: what modifies scores, and wide rows, leave no registers for it.
+/// Checks that one launch can sum dQ together with dK and dV: modifiers of scores, and wide rows, leave too few
+/// registers.
 ///
 /// # Errors
 /// A text with the field and its number.
@@ -206,9 +209,9 @@ pub fn takes_one_pass(spec: &BwdSpec) -> Result<(), String> {
     Ok(())
 }
 
-/// Operations a microsecond of one multiprocessor in two passes and in one, and microseconds that a megabyte of dQ's
-/// sums costs one pass (cleared, added to, read again). Fitted to an H200's rows in docs/measured/sm80-h200.md; other
-/// devices have the same proportions.
+/// Constants of the model: operations per microsecond of one multiprocessor in two passes and in one, and
+/// microseconds per megabyte of dQ's sums in one pass (cleared, added to, read again). Fitted to an H200's rows in
+/// docs/measured/sm80-h200.md; other devices are assumed to have equal ratios.
 struct Rates {
     two_passes: f64,
     one_pass: f64,
@@ -225,8 +228,8 @@ const fn rates(widest: i32) -> Rates {
 /// The model's own error.
 pub const LEAST_GAIN_OF_ONE_PASS: f64 = 0.03;
 
-/// Candidates for summing dQ, in one pass or not, with the microseconds that the model has for them; two
-/// passes alone where one pass is impossible.
+/// The two ways to sum dQ (in one pass or two) with their modelled microseconds; only two passes if one pass is
+/// impossible.
 #[must_use]
 pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candidates<bool> {
     let dims = problem.fwd.dims;
@@ -248,7 +251,7 @@ pub(crate) const fn tile_size(rows: i32, dim: i32) -> Size {
     Size::tile(2 * rows * padded_dim(dim))
 }
 
-/// The strides in use, but those of 1 between the elements of a row.
+/// The strides in use, except strides of 1 within a row.
 fn strides(
     tensors: impl IntoIterator<Item = (&'static str, Strides, Shape)>,
 ) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
@@ -264,8 +267,8 @@ fn strides(
     })
 }
 
-/// The first stride of what is copied that is no whole number of copies of so many bytes. A column-major V is
-/// not: it is read element by element.
+/// The first stride of a copied operand that is not a multiple of this many bytes. A column-major V is left out: it
+/// is read by elements.
 pub(crate) fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static str, &'static str, i64)> {
     let fwd = &problem.fwd;
     strides([
@@ -278,10 +281,10 @@ pub(crate) fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static s
     .find(|&(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) != 0)
 }
 
-/// Whether the kernels compute this problem, and if not, why.
+/// Checks that the kernels compute this problem.
 ///
 /// # Errors
-/// The first fact that they do not take.
+/// The first fact that they do not support.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     let fwd = &problem.fwd;
     fwd.refuse_mixed_layouts(NAME)?;
@@ -317,11 +320,13 @@ pub(crate) fn takes_lengths(problem: &BwdProblem) -> Result<(), String> {
     Ok(())
 }
 
-/// The launches' tiles, on a device with such room: dQ's first, or, `one_pass`, that of all three.
+/// The launches' tiles on a device with these limits: dQ's first, or with `one_pass` the single tile of all three
+/// gradients.
 #[must_use]
 pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room, one_pass: bool) -> Vec<Sm80BwdTile> {
     let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
-    // dK and dV of a warp's 16 keys take `head_dim / 2` registers each, which beside S and dP is too much from 144 on.
+    // dK and dV of a warp's 16 keys need `head_dim / 2` registers each, which together with S and dP is too much
+    // from 144 on.
     let sums: &[BwdSums] = if one_pass {
         &[BwdSums::All]
     } else if widest <= 128 {
@@ -368,9 +373,9 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
         one_pass: sums == BwdSums::All,
         sums,
     };
-    // Eight warps share the blocks that they walk. Twice four do not wait for each other, where there is room
-    // for what both walk: on an H200 at D 128 184 to 207 TFLOP/s full, 173 to 191 causal at 4096; at D 64 151
-    // to 161.
+    // Eight warps share the blocks of the other side. Two CTAs of four warps do not wait for each other, if the
+    // blocks of both fit: on an H200 at D 128 this gives 184 to 207 TFLOP/s full and 173 to 191 causal at 4096; at
+    // D 64 151 to 161.
     let owned = if matches!(sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured) {
         dims.seqlen_q
     } else {
@@ -392,7 +397,7 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
     tile
 }
 
-/// CTAs of a launch; `None`: 2^31 or more.
+/// Number of CTAs of a launch; `None` if 2^31 or more.
 #[must_use]
 pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
     let dims = problem.fwd.dims;
@@ -419,7 +424,8 @@ pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
     ctas_of(planes, blocks)
 }
 
-/// CTAs of so many blocks of each head, or of what else two numbers count; `None`: 2^31 or more.
+/// Number of CTAs for this many blocks in each of the planes that two numbers count, such as heads; `None` if 2^31
+/// or more.
 pub(crate) fn ctas_of(planes: [u32; 2], blocks: u64) -> Option<u32> {
     let ctas = u64::from(planes[0]).checked_mul(planes[1].into())?.checked_mul(blocks)?;
     u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31)
@@ -437,8 +443,8 @@ pub fn main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     entry(&constants, "__launch_bounds__(sm80::bwd::num_threads(kTile), kTile.ctas)", &call)
 }
 
-/// The launch of a tile under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams)
-/// too.
+/// The launch of a tile under masks as data, with [`MaskDataParams`](fmha_core::masks::MaskDataParams) as an
+/// additional argument.
 #[must_use]
 pub fn masked_main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -455,7 +461,7 @@ pub fn masked_main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     })
 }
 
-/// The launch that finishes dQ where it was summed in memory, a CTA to a block of queries of a head.
+/// The launch that finishes a dQ summed in global memory: one CTA for each block of queries of a head.
 #[must_use]
 pub fn finish_dq(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -475,7 +481,7 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, call: &str) -> Kernel
     crate::source(entry.render(), host_headers)
 }
 
-/// `fmha/sm80_bwd_host.h`, what this file shares with the device, and `fmha/sm80_bwd_memory.h`.
+/// `fmha/sm80_bwd_host.h`, with the types that this file shares with the device, and `fmha/sm80_bwd_memory.h`.
 fn host_headers() -> [Header; 2] {
     let functions = within("sm80::bwd", &[sm80::rows_text(), tile_text()]);
     let definitions = [BwdSums::c_definition(), Sm80BwdTile::c_definition(), functions];

@@ -1,5 +1,5 @@
-//! Scores of an indexer on mma.sync, for every architecture from sm_80 on: a warp has keys in registers, and walks over
-//! rows of q with them.
+//! Scores of an indexer on mma.sync, for every architecture from sm_80 on: a warp holds keys in registers, and
+//! multiplies them with one row of q after another.
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::choose_params::IndexSpec;
@@ -14,16 +14,16 @@ use crate::nvidia::{DeviceFacts, Nvidia, row_launch};
 /// The kernel's name.
 pub const NAME: &str = "sm80_index";
 
-/// Threads of a CTA, half of them where a sequence has few rows.
+/// Threads of a CTA; half of them if a sequence has few rows.
 const NUM_THREADS: u32 = 256;
 
-/// Rows of a sequence from which on a CTA has all of its threads.
+/// Fewest rows of a sequence for which a CTA has all of its threads.
 const SHORT_ROWS: u32 = 8;
 
 /// Shared memory that a kernel has without asking for more, bytes.
 const SHARED_BYTES: u32 = 48 << 10;
 
-/// Rows of q that a CTA walks with its keys, at most.
+/// Most rows of q that a CTA multiplies with its keys.
 const MOST_ROWS: u64 = 64;
 
 abi_spec! {
@@ -31,7 +31,7 @@ abi_spec! {
     pub struct IndexTile {
         /// Threads of a CTA.
         pub num_threads: i32,
-        /// Keys of a warp, whose rows it has in registers.
+        /// Keys of a warp, whose rows are in its registers.
         pub warp_keys: i32,
         /// The device converts from e4m3.
         pub converts_fp8: bool,
@@ -61,7 +61,7 @@ fn padded_heads(indexer: &Indexer) -> u32 {
     indexer.num_heads.next_multiple_of(16)
 }
 
-/// Refuses strides that do not keep a key's row, or half of it in FP8, at whole words.
+/// Refuses strides with which a key's row, or half a row in FP8, does not begin at a whole word.
 fn takes_strides(strides: IndexStrides, dtype: DType) -> Result<(), String> {
     let bytes = if dtype.is_fp8() { 8 } else { 16 };
     for (axis, stride) in [("outer", strides.outer), ("key", strides.key)] {
@@ -123,8 +123,8 @@ impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
         facts: &DeviceFacts,
         _: &TileOptions,
     ) -> Result<Option<Launch>, String> {
-        // Rows of one sequence share keys' registers. Where they are few, small CTAs, more of which a multiprocessor
-        // holds, load keys while others multiply.
+        // Rows of one sequence reuse the keys in registers. If rows are few, small CTAs, of which a multiprocessor
+        // holds more, load keys while others multiply.
         let is_short = problem.seqlen_q < SHORT_ROWS;
         let tile = IndexTile::of(indexer, if is_short { NUM_THREADS / 2 } else { NUM_THREADS }, facts);
         let blocks = u64::from(problem.seqlen_k).div_ceil(tile.block_n());
@@ -147,7 +147,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
     }
 }
 
-/// `fmha/sm80_index.h`: what this file shares with the device.
+/// `fmha/sm80_index.h`: the types that this file shares with the device.
 fn header() -> Header {
     Header::shared("fmha/sm80_index.h", "fmha", &["fmha/portable.h"], &[IndexTile::c_definition()])
 }
@@ -155,8 +155,8 @@ fn header() -> Header {
 /// Source text of the kernel.
 #[must_use]
 pub fn source(spec: &IndexSpec, tile: &IndexTile) -> KernelSource {
-    // Threads that a multiprocessor is to hold: 168 registers each where they are 384. Conversions of FP8 without an
-    // instruction for them take more.
+    // Threads that a multiprocessor should hold: 168 registers each if there are 384. FP8 conversion without an
+    // instruction for it needs more.
     let by_hand = !tile.converts_fp8 && (spec.dtype_q.is_fp8() || spec.dtype_k.is_fp8());
     let at_once = if by_hand { 256 } else { 384 };
     let entry = Entry {

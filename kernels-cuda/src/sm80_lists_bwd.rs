@@ -1,7 +1,7 @@
 //! The backward over lists of keys of every NVIDIA GPU from sm_80 on: its tile, its entries.
 //!
-//! A CTA has query heads of one token (`fmha/sm80/bwd/lists.cuh`). dK and dV are added to sums in memory, in no order;
-//! or, where they are to have the same bits, by CTAs of keys that walk all tokens.
+//! A CTA has query heads of one token (`fmha/sm80/bwd/lists.cuh`). dK and dV are added to sums in global memory in
+//! arbitrary order; or, if sums must be ordered, computed by CTAs that each have some keys and process all tokens.
 
 pub mod recipe;
 
@@ -36,7 +36,7 @@ abi_spec! {
         pub warps: i32 = Takes::nothing(),
         /// Bytes that a copy takes, which divide every stride and address of Q, K, V and dO; 2: element by element.
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
-        /// Keys of a CTA to whose dK and dV nothing else adds; 0: sums have no order.
+        /// Keys of a CTA that alone sums their dK and dV; 0 if sums have no order.
         pub range: i32 = Takes::multiples(32, 0, 1024),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
         pub fast_softcap: bool,
@@ -79,10 +79,10 @@ impl Sm80ListsBwdTile {
     }
 }
 
-/// Whether the kernel computes this problem, and if not, why.
+/// Checks that the kernel computes this problem.
 ///
 /// # Errors
-/// The first fact that it does not take.
+/// The first fact that it does not support.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let fwd = &problem.fwd;
@@ -118,8 +118,8 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     takes_lengths(problem).map_err(|reason| Refusal::new(NAME, reason))
 }
 
-/// The tile of a problem that the kernel [`accepts`], on a device with such room: as many of a token's heads as there
-/// are, up to 64, and then as many keys, up to 64, as fit beside them. `ordered`: sums have one order.
+/// The tile for a problem that the kernel [`accepts`], on a device with these limits: all of a token's heads, up to
+/// 64, and then as many keys, up to 64, as fit. `ordered`: sums have a fixed order.
 #[must_use]
 pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, ordered: bool) -> Sm80ListsBwdTile {
     let heads = problem.fwd.gqa_ratio();
@@ -151,7 +151,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, ordered: bo
 /// Keys of a CTA, at most.
 const MOST_RANGE: i32 = 1024;
 
-/// Keys of a CTA: so many that each multiprocessor has two CTAs, whole groups of 32.
+/// Keys of a CTA, in whole groups of 32, such that each multiprocessor has two CTAs.
 fn range(problem: &BwdProblem, room: Room) -> i32 {
     let dims = problem.fwd.dims;
     let keys = u64::from(dims.batch) * u64::from(dims.num_heads_kv) * u64::from(dims.seqlen_k);
@@ -159,7 +159,7 @@ fn range(problem: &BwdProblem, room: Room) -> i32 {
     even.next_multiple_of(32).clamp(32, MOST_RANGE.unsigned_abs().into()) as i32
 }
 
-/// CTAs of the launch of keys; `None`: 2^31 or more.
+/// CTAs of the launch over keys; `None` if 2^31 or more.
 #[must_use]
 pub fn key_ctas(problem: &BwdProblem, tile: &Sm80ListsBwdTile) -> Option<u32> {
     let dims = problem.fwd.dims;
@@ -167,7 +167,7 @@ pub fn key_ctas(problem: &BwdProblem, tile: &Sm80ListsBwdTile) -> Option<u32> {
     ctas_of([dims.batch, dims.num_heads_kv], ranges)
 }
 
-/// f32 numbers of the sums of dK and dV; `None`: 2^62 or more.
+/// Number of f32 in the sums of dK and dV; `None` if 2^62 or more.
 #[must_use]
 pub fn sum_elems(problem: &BwdProblem) -> Option<u64> {
     let dims = problem.fwd.dims;
@@ -183,7 +183,7 @@ pub fn main(spec: &BwdSpec, tile: &Sm80ListsBwdTile) -> KernelSource {
     of_tile(spec, tile, "bwd")
 }
 
-/// The launch of keys, where sums have one order; the same arguments.
+/// The launch over keys, used if sums have a fixed order; its arguments are equal.
 #[must_use]
 pub fn keys(spec: &BwdSpec, tile: &Sm80ListsBwdTile) -> KernelSource {
     of_tile(spec, tile, "bwd_keys")
@@ -214,7 +214,8 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, last_param: &str, cal
     })
 }
 
-/// `fmha/sm80_lists_bwd_host.h`, what this file shares with the device, and `fmha/sm80_lists_bwd_memory.h`.
+/// `fmha/sm80_lists_bwd_host.h`, with the types that this file shares with the device, and
+/// `fmha/sm80_lists_bwd_memory.h`.
 fn host_headers() -> [Header; 2] {
     let definitions = [Sm80ListsBwdTile::c_definition(), within("sm80::lists", &[sm80::rows_text()])];
     let includes = ["fmha/num.h", "fmha/params.h"];

@@ -45,7 +45,8 @@ pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
 /// The header under masks as data.
 const MASKED_HEADER: &str = "fmha/sm90/fwd/fwd_masked.cuh";
 
-/// Whether consumer warpgroups issue their products in turn, one's under another's exponentials.
+/// Whether consumer warpgroups issue their products alternately, so that one's products overlap another's
+/// exponentials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PingPong {
     /// Each warpgroup issues its products as soon as it can.
@@ -66,13 +67,13 @@ pub enum Lookahead {
     Off,
     /// Q lies in a second buffer.
     SecondQ,
-    /// Q lies in pieces of 64 rows, of which one is spare: less shared memory than a second Q.
+    /// Q lies in pieces of 64 rows with one spare piece: this needs less shared memory than a second Q.
     SparePiece,
 }
 
 abi_enum!(Lookahead { Off, SecondQ, SparePiece });
 
-/// Type of the product P V, and how its sums reach O.
+/// Type of the product P V, and how its sums are added to O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ValueProduct {
     /// Product of V's own type, summed over all blocks by the tensor cores: in f32 for 16-bit types, with
@@ -80,7 +81,8 @@ pub enum ValueProduct {
     Direct,
     /// Product of f16: a V of FP8 is converted to f16 in shared memory, exactly; the sums are f32.
     F16,
-    /// Product of FP8, added to O in f32 registers after each block of keys, beside the next block's S.
+    /// Product in FP8, whose sums are added to O in f32 registers after each block of keys, while the next block's
+    /// S is computed.
     Flushed,
     /// Product of FP8, added to O as with `Flushed`, but before the next block's S is started: until then the
     /// sums use the registers of S.
@@ -100,7 +102,7 @@ abi_spec! {
         pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3, 4]),
         /// Order in which CTAs take tiles.
         pub order: TileOrder = Takes::all().tuned(),
-        /// Whether warpgroups take the tensor cores in turn.
+        /// Whether warpgroups issue products to the tensor cores alternately.
         pub ping_pong: PingPong = Takes::all().tuned(),
         /// Whether the next tile's first scores are early.
         pub lookahead: Lookahead = Takes::all().tuned(),
@@ -109,15 +111,15 @@ abi_spec! {
         /// Number of a thread's `block_n / 2` exponentials that ptxas must place before the wait for `P V`;
         /// 0: ptxas decides.
         pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
-        /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
-        /// afterwards whether it was high enough.
+        /// Whether blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row
+        /// sums show afterwards whether it was high enough.
         pub skip_row_max: bool = Takes::all().tuned(),
-        /// Distance in log2 of a row's maximum above that of a quarter of its keys beyond which, with
-        /// `skip_row_max`, the warpgroup takes exact maxima throughout the tile. Tested before the first
-        /// block that would skip.
+        /// Limit in log2 for `skip_row_max`: if a row's maximum exceeds that of a quarter of its keys by more, the
+        /// warpgroup takes exact maxima throughout the tile. Tested before the first block that would skip.
         pub exact_max_spread_log2: i32 = Takes::within(1, 126).tuned_over(&[8, 11]),
-        /// Blocks after which, with `skip_row_max`, the warpgroup votes again whether the rest of the tile
-        /// takes exact maxima, since running maxima had to be raised; then three times as many as before.
+        /// Number of blocks after which, with `skip_row_max`, the warpgroup votes again whether the rest of the
+        /// tile takes exact maxima, because running maxima had to be raised; the next vote is after three times as
+        /// many.
         pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
@@ -127,32 +129,32 @@ abi_spec! {
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
         /// any cap.
         pub fast_softcap: bool,
-        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time (FP8: 4 or 2);
-        /// else element by element.
+        /// Whether O is stored 16 bytes at a time (FP8: 4 or 2), which needs rows that are multiples of 16 bytes
+        /// and begin at such addresses; otherwise by elements.
         pub vector_store: bool,
-        /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
-        /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
+        /// 0: TMA loads Q, K and V. Otherwise three warps copy this many bytes at a time, which must divide every
+        /// stride and address of Q, K and V: 16, 8, 4, or 2 (by elements).
         pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
-        /// Keys of a page that one TMA instruction brings, a multiple of 8; 0: the keys of a block lie in a row, or
+        /// Keys of a page that one TMA instruction loads, a multiple of 8; 0 if a block's keys are contiguous, or
         /// warps copy them.
         pub page_keys: i32 = Takes::nothing(),
-        /// The type that K and V are stored in: Q's, or FP8 beside 16 bits, which two warps widen in shared memory.
+        /// Type of K and V in memory: Q's, or FP8 under a 16-bit Q, which two warps convert in shared memory.
         pub stored: DType = Takes::nothing(),
-        /// Blocks of K and V of such a cache that shared memory holds as they lie; 0: it is no such cache.
+        /// Number of unconverted blocks of K and V of an FP8 cache in shared memory; 0 for other caches.
         pub raw_stages: i32 = Takes::nothing(),
         /// CTAs that share the loads of K and V: 1 or 2.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
-        /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
+        /// Whether a cluster's CTAs have equal query rows of neighbouring heads of a kv head's group; otherwise
         /// neighbouring query rows of one head.
         pub cluster_heads: bool = Takes::all().tuned(),
         /// Q is held in registers through a tile, not read from shared memory by each product.
         pub q_in_registers: bool = Takes::all().tuned(),
         /// Type of the product P V.
         pub pv: ValueProduct,
-        /// Place where a row-major V of FP8 is converted to the form that the products of P V take, to the
-        /// same bits.
+        /// Where a row-major V of FP8 is converted to the layout that the products P V need; every place gives
+        /// equal bits.
         pub prepare_v: PrepareV = Takes::all().tuned(),
-        /// Columns of O that a flushed P V sums at a time, where registers are short; 0: all of them.
+        /// Number of columns of O that a flushed P V sums at a time, if registers are short; 0: all columns.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
         /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
         /// themselves; 0: threads read their elements from memory.
@@ -166,8 +168,8 @@ abi_spec! {
         /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
         /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// A CTA walks all parts of its rows, of so many keys each as `fixed_parts` has them, and folds them itself: to
-        /// the bits of parts that a second kernel folds. 0: it does not.
+        /// Whether a CTA processes all parts of its rows (with this many keys each, like `fixed_parts`) and merges
+        /// them itself, bit-equal to parts merged by a second kernel; 0 if not.
         pub fold_keys: i32 = Takes::multiples(16, 0, 1 << 24),
         /// Whether what a CTA has folded lies in shared memory; else in the workspace.
         pub fold_in_shared: bool = Takes::all(),
@@ -177,10 +179,10 @@ abi_spec! {
     }
 }
 
-/// CTAs that walk shares, at most.
+/// Greatest number of CTAs that process shares.
 const MOST_SHARES: i32 = 1 << 16;
 
-/// Blocks of a cache of FP8 as they lie, at most: some 64 KB are under way.
+/// Most unconverted blocks of an FP8 cache: some 64 KB are in flight.
 const MOST_RAW_STAGES: i32 = 4;
 
 /// Shared memory that one CTA can have, bytes.
@@ -188,22 +190,24 @@ pub const MAX_SMEM_BYTES: i32 = 232_448;
 
 abi_functions! {
     fn rows_text() {
-        /// A head dimension as tiles have it, for 8-bit elements and along columns; TMA fills the rest with zeros.
+        /// A head dimension rounded up as in the tiles, for 8-bit elements and along columns; TMA fills the rest
+        /// with zeros.
         pub const fn padded_dim(dim: i32) -> i32 {
             if dim <= 64 { 64 } else { round_up(dim, 32) }
         }
 
-        /// Columns of a row in shared memory. A 16-bit row is whole swizzles of 128 bytes beyond 128 columns, and where
-        /// rows in memory begin within one of the L2's sectors of 32 bytes: pieces of 64 bytes of every second head
-        /// would then span three sectors, often in two lines. D 136 causal at 11456 queries takes 880 us with 160
-        /// columns and 620 with 192; D 144, whose rows begin on sectors, takes 618 and 578 (H200).
+        /// Columns of a row in shared memory. A 16-bit row is rounded up to whole swizzles of 128 bytes if it has
+        /// more than 128 columns, and if rows in memory do not begin at the L2's 32-byte sectors: 64-byte pieces of
+        /// every second head would then span three sectors, often in two cache lines. D 136 causal at 11456 queries
+        /// takes 880 us with 160 columns and 620 with 192; D 144, whose rows begin on sectors, takes 618 and 578
+        /// (H200).
         const fn tile_dim(dim: i32, dtype: DType) -> i32 {
             let whole = dim > 128 || (dim > 64 && dim % 16 != 0);
             if whole && dtype.size_bytes() == 2 { round_up(dim, 64) } else { padded_dim(dim) }
         }
 
-        /// Columns that products compute: for 16-bit types whole steps of the head dimension, whatever padding rows
-        /// have.
+        /// Columns that products compute: for 16-bit types whole steps of the head dimension, not the padding of
+        /// rows.
         const fn product_dim(dim: i32, dtype: DType) -> i32 {
             if dtype.size_bytes() == 2 { round_up(dim, 16) } else { padded_dim(dim) }
         }
@@ -222,7 +226,7 @@ abi_functions! {
             128 * (1 + self.num_consumers())
         }
 
-        /// Whether Q lies in pieces of a warpgroup's rows, of which one is spare.
+        /// Whether Q lies in pieces of a warpgroup's rows, with one spare piece.
         pub const fn splits_q(&self) -> bool {
             matches!(self.lookahead, Lookahead::SparePiece)
         }
@@ -262,25 +266,26 @@ abi_functions! {
             if self.widens_v(spec) { DType::F16 } else { spec.dtype_v }
         }
 
-        /// Whether a row-major V is transposed in shared memory: wgmma reads tiles of 8-bit elements along their rows
-        /// alone, and those of V have to be along the keys (`turn_values.cuh`).
+        /// Whether a row-major V is transposed in shared memory: wgmma reads 8-bit tiles only along rows, which for
+        /// V must be the keys (`turn_values.cuh`).
         const fn turns_v(&self, spec: &FwdSpec) -> bool {
             self.operand_v(spec).is_fp8() && matches!(spec.v_layout, VLayout::RowMajor)
         }
 
-        /// Whether V comes from the workspace in the form that the products take, once for all tiles
+        /// Whether V is prepared once for all tiles in the workspace, in the layout for the products
         /// (`prepare_values.cuh`).
         const fn takes_prepared_v(&self) -> bool {
             !matches!(self.prepare_v, PrepareV::InTile)
         }
 
-        /// Whether V, not prepared in the workspace, passes through shared memory twice: as it comes, and as the
-        /// products take it (`value_role.cuh`).
+        /// Whether V, if not prepared in the workspace, is in shared memory twice: as loaded, and in the layout for
+        /// the products (`value_role.cuh`).
         const fn prepares_v(&self, spec: &FwdSpec) -> bool {
             !self.takes_prepared_v() && (self.widens_v(spec) || self.turns_v(spec))
         }
 
-        /// Columns of V's rows in shared memory, or of its columns' length where the products read it along them.
+        /// Number of columns of V's rows in shared memory, or of its transposed rows if the products read it along
+        /// the keys.
         const fn dim_v(&self, spec: &FwdSpec) -> i32 {
             if matches!(spec.v_layout, VLayout::ColMajor) || self.turns_v(spec) {
                 padded_dim(spec.head_dim_v)
@@ -307,9 +312,9 @@ abi_memory! {
         /// V as it lies in memory, where it is prepared.
         raw: "RawTile<spec, tile>" [self.stages] if self.prepares_v(spec)
             => Size::tile(self.block_n * padded_dim(spec.head_dim_v));
-        /// Blocks of K and V as they lie in a cache of 8 bits, in the order in which they are loaded.
+        /// Unconverted blocks of K and V of an FP8 cache, in the order in which they are loaded.
         cache: "RawBlock<spec, tile>" [self.raw_stages] => Size::tile(self.block_n * widest_row(spec));
-        /// The bias of blocks to come, a warpgroup's 64 rows at a time.
+        /// The bias of the next blocks, 64 rows of a warpgroup at a time.
         bias: "BiasTile<tile>" [self.num_bias_slots()] => Size::tile(64 * self.block_n * 2);
         /// Part of the dropout generator's work that rows have in common, one per consumer warp.
         quads: "DropoutQuads" [4 * self.num_consumers()] if spec.dropout => Size::of(512, 16);
@@ -320,17 +325,17 @@ abi_memory! {
             => Size::tile(self.block_n * tile_dim(spec.head_dim_qk, spec.dtype_qk) * elem_bytes(spec.dtype_qk));
         v: "VTile<spec, tile>" [self.stages]
             => Size::tile(self.block_n * self.dim_v(spec) * elem_bytes(self.operand_v(spec)));
-        /// The bytes of Q, or the arrivals of the threads that copied them.
+        /// Barrier for Q: TMA bytes, or the arrivals of the threads that copied it.
         q_full: "Barrier" [self.q_buffers()] => Size::BARRIER;
         /// One arrival per warp that reads it.
         q_empty: "Barrier" [self.q_buffers()] => Size::BARRIER;
-        /// The bytes of one K block, or the arrivals of the threads that copied them.
+        /// Barrier for one K block: TMA bytes, or the arrivals of the threads that copied it.
         k_full: "Barrier" [self.stages] => Size::BARRIER;
         /// One arrival per consumer warp of the cluster.
         k_empty: "Barrier" [self.stages] => Size::BARRIER;
         /// The bytes of one V block; after `v_raw` the arrivals of the zero or value role.
         v_full: "Barrier" [self.stages] => Size::BARRIER;
-        /// The bytes of one V block that is to be prepared or zeroed in part, or of a raw block.
+        /// Barrier for one V block that must still be prepared or partly zeroed, or for an unconverted block.
         v_raw: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
         /// One arrival per warp that prepares V, or widens K and V.
         v_raw_empty: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
@@ -342,7 +347,7 @@ abi_memory! {
         bias_empty: "Barrier" [max(self.num_bias_slots(), 1)] => Size::BARRIER;
         /// The schedule role's arrival.
         work_full: "Barrier" [WORK_SLOTS] => Size::BARRIER;
-        /// One arrival per warp that reads it: consumers, load, zero or value, bias.
+        /// Barrier with one arrival per warp that reads the tile index: consumers, load, zero or value, bias.
         work_empty: "Barrier" [WORK_SLOTS] => Size::BARRIER;
         /// The first CTA's schedule role has written `claimed` of the second: one arrival.
         claimed_full: "Barrier" => Size::BARRIER;
@@ -353,7 +358,7 @@ abi_memory! {
         claimed: "int32_t" => Size::WORD;
         /// A word that is stored and never read.
         unread: "uint32_t" => Size::WORD;
-        /// A byte of each warp, 1 if it raised running maxima (`consume.cuh`).
+        /// One byte for each warp, 1 if it raised running maxima (`consume.cuh`).
         raised: "RaisedWarps" [self.num_consumers()] => Size::words(2);
     }
 }
@@ -400,18 +405,19 @@ impl Sm90Tile {
         self.page_keys = if self.copy_bytes == 0 { page_keys(problem, self.block_n) } else { 0 };
     }
 
-    /// The tile of the same order of keys, and so of the same bits, over a cache that is stored in FP8: it is loaded as
-    /// it lies and widened in shared memory, which [takes room](Self::take_raw_stages).
+    /// The tile with an equal order of keys, and so equal bits, for a cache stored in FP8: it is loaded unconverted
+    /// and converted in shared memory, which [needs room](Self::take_raw_stages).
     #[must_use]
     pub const fn over_narrow_cache(self, stored: DType) -> Self {
         let lookahead = Lookahead::Off;
         Self { stored, cluster: 1, cluster_heads: false, bias_stages: 0, lookahead, ..self }
     }
 
-    /// Takes as many blocks of such a cache as shared memory has room for beside the rest of the tile.
+    /// Sets the number of unconverted blocks of an FP8 cache to as many as fit the shared memory besides the rest
+    /// of the tile.
     ///
     /// # Errors
-    /// A text that says that it has room for none.
+    /// A text that none fits.
     pub fn take_raw_stages(&mut self, spec: &FwdSpec) -> Result<(), String> {
         let fits = |&raw_stages: &i32| Self { raw_stages, ..*self }.smem_bytes(spec) <= MAX_SMEM_BYTES;
         let most = (1..=MOST_RAW_STAGES).rev().find(fits);
@@ -438,29 +444,29 @@ impl Sm90Tile {
         self.cut(problem).rows_at_once(problem, self.rows_of_tile(problem), self.pack_gqa)
     }
 
-    /// The orders that the tiles of a call may have, the tile's own first, with what the model says of each.
-    /// Empty where the table's rule stands.
+    /// The orders that a call's tiles may have, the tile's own first, with modelled times. Empty if the table's
+    /// rule decides.
     #[must_use]
     pub fn orders(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
         cost::orders(self, problem, num_sms)
     }
 
-    /// Whether tiles of a call like the problem but for its sizes may have either order.
+    /// Whether calls that differ from the problem only in sizes may have either order of tiles.
     #[must_use]
     pub fn has_orders(problem: &FwdProblem) -> bool {
         cost::has_orders(problem)
     }
 
-    /// Query rows and keys that the tiles of a call may have, its own first, with what the model says of
-    /// each. Empty where the table's rule stands.
+    /// Query rows and keys that a call's tiles may have, its own first, with modelled times. Empty if the table's
+    /// rule decides.
     #[must_use]
     pub fn shapes(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
         cost::shapes(self, problem, num_sms)
     }
 
-    /// The tiles that a call like the problem but for its sizes may have, beside this one and in its order:
-    /// of other shapes, and where kv heads are shared all of them with the heads of a group side by side and
-    /// not, which is by how many rows that saves.
+    /// The tiles, besides this one and in its order, of calls that differ from the problem only in sizes: with
+    /// other shapes, and for shared kv heads both with the heads of a group side by side and without, which depends
+    /// on how many rows that saves.
     #[must_use]
     pub fn of_other_sizes(&self, problem: &FwdProblem) -> Vec<Self> {
         let spec = spec_of(problem);
@@ -478,14 +484,14 @@ impl Sm90Tile {
         shaped(*self).chain(repacked.filter(|tile| tile.check(&spec, ratio).is_ok())).collect()
     }
 
-    /// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside its own.
+    /// Query rows and keys of tiles, besides its own, of calls that differ from the problem only in sizes.
     #[must_use]
     pub fn shapes_of_other_sizes(&self, problem: &FwdProblem) -> Vec<(i32, i32)> {
         cost::shapes_of_other_sizes(self, problem, &spec_of(problem))
     }
 
-    /// The tile with so many query rows and keys, of these one at least; fewer stages where they hold as many
-    /// keys as before.
+    /// The tile with this many query rows and keys, at least its own; it has fewer stages, so that they hold as
+    /// many keys as before.
     #[must_use]
     pub const fn of_shape(&self, (block_m, block_n): (i32, i32)) -> Self {
         let block_n = if block_n > 1 { block_n } else { 1 };
@@ -495,8 +501,8 @@ impl Sm90Tile {
         Self { block_m, block_n, stages, wait_anchor, ..*self }
     }
 
-    /// Microseconds of a call of the problem's largest lengths, by the model; `None` of more tiles than a
-    /// schedule counts.
+    /// Microseconds of a call with the problem's largest lengths, by the model; `None` if there are more tiles than
+    /// a schedule counts.
     #[must_use]
     pub fn modelled_micros(&self, problem: &FwdProblem, num_sms: u32) -> Option<f64> {
         Some(cost::micros(self, problem, &self.schedule(problem).ok()?, num_sms))
@@ -513,9 +519,9 @@ impl Sm90Tile {
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
     }
 
-    /// Makes a row's bits depend on its own sequence alone, in a call of any lengths: the tile has the blocks
-    /// of keys of the spec's table, and no decision that rows share. What remains (rows of a CTA, clusters,
-    /// packed heads, the order) changes no row's arithmetic.
+    /// Makes a row's bits depend on its own sequence alone, in a call of any lengths: the tile has the spec's
+    /// table's blocks of keys, and makes no decision jointly for several rows. Everything else (rows of a CTA,
+    /// clusters, packed heads, the order) does not change a row's arithmetic.
     pub fn make_batch_invariant(&mut self, spec: &FwdSpec) {
         let table = default_tile(spec);
         (self.block_n, self.wait_anchor) = (table.block_n, table.wait_anchor);
@@ -524,16 +530,16 @@ impl Sm90Tile {
         self.fold_in_shared = false;
     }
 
-    /// Sets the tile of parts that are launched before a merge that starts while they end. Parts are equal in length,
-    /// so no counter is cleared and asked; and of two launches in a row that both start early the host takes
-    /// 5.3 us, of one 4.3 (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a
+    /// Adjusts the tile of parts whose merging launch starts early (programmatic dependent launch). Parts are
+    /// equally long, so no counter is needed; and for two consecutive launches that both start early the host takes
+    /// 5.3 us, for one 4.3 us (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a
     /// burst.
     pub(crate) fn launch_beside_merge(&mut self) {
         (self.order, self.dependent_launch) = (TileOrder::Static, false);
     }
 
-    /// A batch-invariant tile's parts of the keys, where a sequence may be long enough for several. Bits do not depend
-    /// on whether CTAs fold the parts of their rows or a launch behind them does: a price decides.
+    /// Sets a batch-invariant tile's parts of the keys, if a sequence may be long enough for several. Bits do not
+    /// depend on whether CTAs or a second launch merge the parts: the price decides.
     pub fn take_fixed_parts(&mut self, problem: &FwdProblem, num_sms: u32) {
         let keys = split::fixed_keys(problem, self.block_n);
         if keys == 0 {
@@ -574,7 +580,8 @@ impl Sm90Tile {
             && self.block_n == default_tile(spec).block_n
     }
 
-    /// Workspace: the tile counter, zero before each launch, and the parts of a split or what CTAs have folded.
+    /// Workspace: the tile counter, zeroed before each launch, and the parts of split keys or the parts that CTAs
+    /// have merged.
     #[must_use]
     pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
         let zeroed_bytes = self.counter_bytes(schedule, num_sms);
@@ -583,14 +590,15 @@ impl Sm90Tile {
         Workspace { bytes: parts.max(folds).max(zeroed_bytes), zeroed_bytes }
     }
 
-    /// Workspace bytes of so many CTAs that fold their parts, those before them included; 0 where none does.
+    /// Workspace bytes for this many CTAs that merge their own parts, with the bytes before; 0 if CTAs do not
+    /// merge.
     fn fold_bytes(&self, problem: &FwdProblem, ctas: u32) -> u64 {
         if self.fold_keys == 0 || self.fold_in_shared {
             return 0;
         }
         let dims = problem.dims;
         let columns = product_dim(dims.head_dim_v.cast_signed(), problem.dtypes.v);
-        // Four threads have a row, and each four numbers of its two rows besides.
+        // Four threads share a row, and each also stores four numbers for its two rows.
         let elems = u64::from(self.block_m.unsigned_abs()) * u64::from(columns.unsigned_abs() + 8);
         4 * SHARES_AT + FOLD_ALIGN + u64::from(ctas) * elems * 4
     }
@@ -602,15 +610,15 @@ impl Sm90Tile {
         schedule.counter_bytes(self.order, self.grid(schedule, num_sms) / cluster)
     }
 
-    /// The inner box of the tensor maps of Q and K (`head_dim_qk`) or V (`head_dim_v`), elements; in bytes it is the
-    /// swizzle.
+    /// Extent in elements of the tensor maps' inner box for Q and K (`head_dim_qk`) or V (`head_dim_v`); in bytes
+    /// it equals the swizzle span.
     #[must_use]
     pub const fn box_dim(head_dim: i32, dtype: DType) -> i32 {
         swizzle_span(tile_dim(head_dim, dtype), dtype)
     }
 
-    /// The box of the tensor map of K, or of V: a CTA's share of a block, or what a page has of it. Row-major
-    /// `(dim, keys)`; of a column-major V (`columns`) `(keys, dim)`.
+    /// The box of the tensor map of K or V: a CTA's share of a block, or a page's part of it. Row-major `(dim,
+    /// keys)`; for a column-major V (`columns`) `(keys, dim)`.
     #[must_use]
     pub const fn kv_box(&self, head_dim: i32, dtype: DType, columns: bool) -> [i32; 4] {
         if columns {
@@ -644,8 +652,8 @@ impl Sm90Tile {
         self.operand_v(spec)
     }
 
-    /// The boxes of the tensor maps of K and V: as [`Self::kv_box`] and [`Self::v_box`], of a cache that is widened in
-    /// as many columns as it has then.
+    /// The boxes of K and V: [`Self::kv_box`] and [`Self::v_box`]; for a cache that is converted, with the cache's
+    /// own number of columns.
     #[must_use]
     pub const fn boxes_of_cache(&self, spec: &FwdSpec) -> [[i32; 4]; 2] {
         let (qk, v) = (spec.head_dim_qk, spec.head_dim_v);
@@ -668,9 +676,8 @@ const fn elem_bytes(dtype: DType) -> i32 {
     dtype.size_bytes() as i32
 }
 
-/// The spec of a problem: with a lower bound that hides nothing of the largest lengths, as a window longer
-/// than every sequence, that of the mask without it. B64 H16 S128 D128 in a window of 466 46.7 us, causal 44
-/// (an H200).
+/// The spec of a problem. A lower bound that hides no key at the largest lengths, as in a window longer than every
+/// sequence, is dropped. B64 H16 S128 D128 in a window of 466 46.7 us, causal 44 (an H200).
 #[must_use]
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);

@@ -1,9 +1,9 @@
 //! The Hopper backward kernels.
 //!
-//! A problem that they [`accept`](accepts) has a tile, of the [table](choose_tile) or as a user sets it,
-//! which is checked against the [spec](Sm90BwdTile::check). From both come the cut of the work
-//! ([`Sm90BwdSchedule`]), what is wanted of the workspace, and the [entries](main) that are compiled. The
-//! [recipe](recipe::Sm90Bwd) puts these together.
+//! A problem that they [`accept`](accepts) has a tile, of the [table](choose_tile) or as a user sets it, which is
+//! checked against the [spec](Sm90BwdTile::check). Tile and spec determine how work is divided
+//! ([`Sm90BwdSchedule`]), the workspace, and the compiled [entries](main). The [recipe](recipe::Sm90Bwd) combines
+//! these.
 
 mod accepts;
 mod check;
@@ -36,7 +36,7 @@ pub use walk::{BwdWalk, DqFinish, DqPath};
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
 
-/// Name that these kernels' measured tiles are kept under: [`NAME`] is the forward kernel's too.
+/// Name under which these kernels' measured tiles are stored: [`NAME`] is also the forward kernel's.
 pub const LABEL: &str = "sm90-bwd";
 
 /// The headers that their entries include.

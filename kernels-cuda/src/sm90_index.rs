@@ -22,7 +22,7 @@ const ROWS: i32 = 64;
 /// Keys that TMA brings at once, at most.
 const MOST_BOX_KEYS: u32 = 128;
 
-/// The most heads: columns of one product, whose sums a thread has twice.
+/// Most heads: they are the columns of one product, whose sums a thread holds twice.
 const MOST_HEADS: u32 = 64;
 
 /// Tokens of a piece of work: `kPieceRows`.
@@ -31,7 +31,7 @@ const PIECE_ROWS: u32 = 32;
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm90IndexTile {
-        /// Warpgroups that multiply.
+        /// Number of warpgroups that run the matrix products.
         pub warpgroups: i32,
         /// Times 64 keys of a warpgroup: even.
         pub warpgroup_tiles: i32,
@@ -39,9 +39,9 @@ abi_spec! {
         pub stages_k: i32,
         /// Tokens in shared memory.
         pub stages_q: i32,
-        /// Tokens whose products follow each other without a gap.
+        /// Number of tokens whose products are issued without a gap.
         pub run_tokens: i32,
-        /// Keys that TMA brings at once.
+        /// Number of keys that one TMA copy loads.
         pub box_keys: i32,
     }
 }
@@ -53,7 +53,7 @@ impl Sm90IndexTile {
     /// A field that is unknown or out of its range.
     pub fn of(indexer: &Indexer, fields: &TileOptions) -> Result<Self, String> {
         let row = indexer.head_dim as i32 * indexer.dtype_k.size_bytes() as i32;
-        // A thread has a row's elements of each 64 keys in registers: 32 or 64 of them.
+        // A thread holds a row's elements for every 64 keys in registers: 32 or 64 of them.
         let mut tile = Self {
             warpgroups: 2,
             warpgroup_tiles: if row > 128 { 2 } else { 4 },
@@ -110,7 +110,7 @@ impl Sm90IndexTile {
     }
 }
 
-/// Keys that TMA brings at once: those of a page, or as many of them as divide a tile.
+/// Number of keys that TMA loads at once: those of a page, or a divisor of it that divides a tile.
 fn box_keys(indexer: &Indexer) -> u32 {
     match indexer.keys {
         IndexKeys::Batch => MOST_BOX_KEYS,
@@ -265,7 +265,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm90Index {
     }
 }
 
-/// `fmha/sm90_index.h`: what this file shares with the device.
+/// `fmha/sm90_index.h`: the types that this file shares with the device.
 fn header() -> Header {
     Header::shared("fmha/sm90_index.h", "fmha", &["fmha/portable.h"], &[Sm90IndexTile::c_definition()])
 }

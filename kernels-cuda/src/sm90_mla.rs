@@ -1,5 +1,5 @@
-//! Wide heads on Hopper: rows of Q and K of up to 576 elements and of V of up to 512; among them latent attention (MLA,
-//! absorbed), whose values are the first 512 elements of its keys.
+//! Wide heads on Hopper: rows of Q and K up to 576 elements and of V up to 512. Latent attention (MLA, absorbed),
+//! whose values are the first 512 elements of its keys, is one case.
 
 pub mod recipe;
 
@@ -44,21 +44,23 @@ const CHUNK_BYTES: i32 = SPAN * ROWS as i32 * 2;
 abi_spec! {
     /// Tile of the kernel: how it computes.
     pub struct Sm90MlaTile {
-        /// TMA brings K and V, 64 keys at once, which lie in one page; else threads copy all rows.
+        /// Whether TMA loads K and V, 64 keys at once, which must lie in one page; otherwise threads copy all rows.
         pub by_tma: bool = Takes::all().tuned(),
-        /// CTAs with neighbouring tiles of rows that share what TMA brings: 1 or 2.
+        /// Number of CTAs (1 or 2) with neighbouring tiles of rows that share the data that TMA loads.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
-        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time; else element by element.
+        /// Whether O is stored 16 bytes at a time, which needs rows that are multiples of 16 bytes and begin at
+        /// such addresses; otherwise by elements.
         pub vector_store: bool,
-        /// V is the first elements of K's rows, which are read once; else it is read by itself, whatever it lies in.
+        /// Whether V is the first elements of K's rows and is read once with them; otherwise V is read separately,
+        /// even if it lies in K.
         pub v_in_k: bool = Takes::nothing(),
         /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
         pub stored: DType = Takes::nothing(),
-        /// Keys are those of a token's list: a tile has heads of one token and gathers their rows.
+        /// Whether keys come from a token's list: a tile then has heads of one token and gathers the keys' rows.
         pub listed: bool = Takes::nothing(),
-        /// Keys are those of two caches: the first's of a token, then the second's.
+        /// Whether keys come from two caches: those of the first for a token, then those of the second.
         pub two_caches: bool = Takes::nothing(),
         /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; 0: rows are of `stored`.
         pub row_bytes: i32 = Takes::nothing(),
@@ -98,8 +100,8 @@ impl Sm90MlaTile {
         }
     }
 
-    /// Whether a CTA walks several tiles, for the main kernel's spec: over lists of keys, where that has
-    /// registers, as the device text's function of this name says.
+    /// Whether a CTA processes several tiles: over lists of keys, if registers allow it, as in the device text's
+    /// function of this name.
     #[must_use]
     pub const fn walks_tiles(&self, spec: &FwdSpec) -> bool {
         self.listed
@@ -122,10 +124,10 @@ impl Sm90MlaTile {
         Ok(())
     }
 
-    /// Whether TMA brings a problem's keys as the tile says.
+    /// Checks that the tile's way of loading works for the problem's keys.
     ///
     /// # Errors
-    /// A text that names the field and what does not go with it.
+    /// A text with the field and what is incompatible with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
         self.check_fold()?;
         if !self.by_tma {
@@ -248,7 +250,7 @@ const fn chunks_of_half(spec: &FwdSpec) -> i32 {
 /// Most tiles of a grid.
 const MAX_TILES: u64 = (1 << 31) - 1;
 
-/// Tiles before keys are split, and those of one kv head of a sequence, whole clusters.
+/// Number of tiles before keys are split, and number of those of one kv head of a sequence, in whole clusters.
 fn units(problem: &FwdProblem, cluster: i32) -> (u64, u64) {
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
@@ -265,7 +267,7 @@ fn stored(problem: &FwdProblem) -> DType {
     }
 }
 
-/// Rows of a page, where they are no whole boxes of TMA.
+/// Rows of a page, if they are not a multiple of a TMA box.
 fn page_without_whole_boxes(problem: &FwdProblem) -> Option<u32> {
     match problem.layout.kv {
         KvLayout::Paged { page_size } if !page_size.is_multiple_of(KEYS) => Some(page_size),
@@ -339,8 +341,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses what `sm80` serves unless the caller names this kernel: FP8 caches of heads that `sm90` takes in
-/// 16 bits.
+/// Refuses, unless the caller names this kernel, FP8 caches with head dimensions that `sm90` supports in 16 bits:
+/// `sm80` computes those.
 ///
 /// # Errors
 /// The head dimensions.
@@ -379,15 +381,15 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     }
 }
 
-/// Whether V in K's rows is read once, with K: two blocks are in shared memory. Rows of 512 elements leave P no
-/// room in K's block; without lists their V is read by itself.
+/// Whether V in K's rows is read once, together with K: shared memory then has two blocks. With rows of 512
+/// elements P has no room in K's block, so without lists V is read separately.
 const fn shares_rows(dims: Dims, listed: bool) -> bool {
     dims.head_dim_v == DIM_V && (dims.head_dim_qk == DIM_QK || listed && dims.head_dim_qk == DIM_V)
 }
 
-/// Whether threads copy rows of K one by one: of an FP8 cache, where a block of keys is not one box of TMA,
-/// and where one tile of rows reads all of a long V in K, which is bound by the memory: whole rows in turn
-/// come faster there than columns of 64 rows.
+/// Whether threads copy rows of K one by one: for an FP8 cache, if a block of keys is not one TMA box, and if one
+/// tile of rows reads all of a long V in K and is limited by memory, where copying whole rows is faster than
+/// loading columns of 64 rows.
 fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
     let Dims { seqlen_k, head_dim_qk, .. } = problem.dims;
     let one_tile = units(problem, 1).1 == 1;
@@ -396,10 +398,10 @@ fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
         || one_tile && split_keys == 0 && seqlen_k >= 2048 && problem.cache.v_in_k && head_dim_qk == DIM_QK
 }
 
-/// Cost of a tile besides its blocks, in blocks: its start, the first block's way from memory, its results.
+/// Cost of a tile besides its blocks, in units of a block: its start, the first block's latency, its results.
 const TILE_COST: u64 = 4;
 
-/// Cost of merging parts, in blocks: a launch of its own.
+/// Cost of merging parts, in units of a block: it needs another launch.
 const MERGE_COST: u64 = 3;
 
 /// Keys of a part in blocks of `keys`, so that tiles, so many `units` of them before keys are split, come in as few
@@ -431,7 +433,7 @@ pub(crate) fn split_keys(problem: &FwdProblem, units: u64, keys: u32, at_once: u
 /// [`TwoCachesParams`](fmha_core::second::TwoCachesParams).
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
-    // The length of a part is an argument: the text says only that there are parts.
+    // The length of a part is a run-time argument: the compiled text depends only on whether there are parts.
     let tile = Sm90MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
     let (last_param, call) = if tile.two_caches {
@@ -480,7 +482,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     })
 }
 
-/// `fmha/sm90_mla_host.h`: what this file shares with the device.
+/// `fmha/sm90_mla_host.h`: the types that this file shares with the device.
 fn host_header() -> Header {
     let definitions = [Sm90MlaTile::c_definition(), MlaSchedule::c_definition()];
     Header::shared("fmha/sm90_mla_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)

@@ -1,5 +1,5 @@
-//! A KV cache in FP8, or in pages, under many queries on Hopper: it is brought once into the workspace, in 16
-//! bits and one row after another, and read there by the kernel of such caches.
+//! An FP8 or paged KV cache under many queries on Hopper: a launch first converts it to 16 bits, in contiguous rows
+//! in the workspace, and the kernel for such caches reads it there.
 
 pub mod recipe;
 
@@ -27,7 +27,7 @@ pub const NAME_OF_SM80: &str = "sm80_widened";
 /// The name of the launch that widens the cache.
 pub const WIDEN_NAME: &str = "widen_cache";
 
-/// Threads of a CTA of that launch.
+/// Threads of a CTA of the launch that widens the cache.
 pub const NUM_THREADS: u32 = 256;
 
 /// Keys of a sequence that one CTA widens.
@@ -36,7 +36,7 @@ const KEYS: u32 = 64;
 /// Elements of a key, and of a value, up to which `sm90` and `sm100` read them.
 pub(crate) const NARROW: [u32; 2] = [256, 256];
 
-/// The largest workspace that is taken unasked.
+/// The largest workspace that is used by default.
 const MOST_BYTES: u64 = 4 << 30;
 
 abi_spec! {
@@ -85,7 +85,7 @@ abi_struct! {
     }
 }
 
-/// Offsets of the widened cache's parts in the workspace, behind the reading kernel's own.
+/// Offsets of the converted cache's parts in the workspace, after the reading kernel's own part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
     /// The lengths, i32 `[batch]`.
@@ -94,14 +94,14 @@ pub struct Places {
     pub cu_seqlens_k: u64,
     /// K.
     pub k: u64,
-    /// Offset of V in the workspace; where V lies in K, that of its end.
+    /// Offset of V in the workspace; if V lies in K, the end of the converted cache.
     pub v: u64,
     /// Bytes of the whole workspace.
     pub bytes: u64,
 }
 
 impl Places {
-    /// Places of a problem's widened cache, behind the workspace `own` of the kernel that reads it.
+    /// Offsets of a problem's converted cache, after the workspace `own` of the kernel that reads it.
     ///
     /// # Errors
     /// A workspace of 2^62 bytes or more.
@@ -160,20 +160,20 @@ impl WidenedCache {
     }
 }
 
-/// Whether a problem's widened cache is one that is taken, and in a workspace that is taken unasked.
+/// Whether a problem's converted cache is small enough for a workspace that is used without being asked for.
 pub(crate) fn has_room(problem: &FwdProblem) -> bool {
     let places = Places::new(problem, Workspace::NONE);
     wide_problem(NAME, NARROW, problem).is_ok() && places.is_ok_and(|places| places.bytes <= MOST_BYTES)
 }
 
-/// Shapes of K and V in the workspace, a batch axis on both. Rows are whole 16 bytes, as TMA brings them.
+/// Shapes of K and V in the workspace, with a batch axis. Rows are rounded up to 16 bytes, as TMA needs.
 fn shapes(problem: &FwdProblem) -> [Shape; 2] {
     let Dims { batch, seqlen_k, num_heads_kv, head_dim_qk, head_dim_v, .. } = problem.dims;
     let k = Shape { batch, seq: seqlen_k, head: num_heads_kv, dim: head_dim_qk.next_multiple_of(8) };
     [k, Shape { dim: head_dim_v.next_multiple_of(8), ..k }]
 }
 
-/// The first fact of a cache's rows for which they are no whole words of 16 elements.
+/// The first property of a cache because of which its rows are not whole words of 16 elements.
 fn no_whole_words(problem: &FwdProblem) -> Option<String> {
     let Dims { head_dim_qk, head_dim_v, .. } = problem.dims;
     if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
@@ -191,7 +191,7 @@ fn no_whole_words(problem: &FwdProblem) -> Option<String> {
     [("k", problem.strides.k), ("v", problem.strides.v)].into_iter().find_map(odd)
 }
 
-/// Whether a cache is widened element by element: of FP8, whose rows are no whole words of 16.
+/// Whether a cache is converted element by element: an FP8 cache whose rows are not whole words of 16 elements.
 #[must_use]
 pub fn is_by_element(problem: &FwdProblem) -> bool {
     problem.cache.dtype.is_some() && no_whole_words(problem).is_some()
@@ -210,7 +210,7 @@ fn bytes(problem: &FwdProblem) -> [u64; 2] {
     [k, if leaves_v_in_k(problem) { 0 } else { v }]
 }
 
-/// Whether V lies in the widened K's rows too: where both have factors, V's may be others than K's.
+/// Whether V lies in the converted K's rows too: not if both have descales, since V's may differ from K's.
 fn leaves_v_in_k(problem: &FwdProblem) -> bool {
     problem.cache.v_in_k && problem.scales.descale_v == Descale::None
 }
@@ -276,10 +276,11 @@ pub fn wide_problem(
     Ok(wide)
 }
 
-/// Keys that a reader's block may have before and behind those that its sequence sees.
+/// Most keys that a reader's block may have before or after those that its sequence sees.
 const MOST_OF_BLOCK: u32 = 256;
 
-/// CTAs of a sequence: they widen what the longest's queries see, and what readers' first and last blocks have besides.
+/// Number of CTAs per sequence for the conversion: they convert the keys that the longest sequence's queries see,
+/// and the rest of the reader's first and last block.
 fn num_blocks(problem: &FwdProblem) -> u32 {
     let Dims { seqlen_q, seqlen_k, .. } = problem.dims;
     let whole = seqlen_k.div_ceil(KEYS).max(1);
@@ -296,27 +297,26 @@ const BYTES_A_MICRO: f64 = 3.9e6;
 const FLOPS_A_MICRO: f64 = 6.5e8;
 /// Microseconds of a launch.
 const LAUNCH_MICROS: f64 = 4.0;
-/// Microseconds that a second kernel of much code takes more, which comes from memory: one token over 193
-/// keys of D 256 in pages of 64 took 30 us staged and 20 direct.
+/// Additional microseconds of a second kernel with much code, which must be loaded from memory: one token over 193
+/// keys of D 256 in pages of 64 took 30 us with conversion first and 20 us directly.
 const COLD_MICROS: f64 = 8.0;
-/// Nanoseconds in which a multiprocessor reads a key's 256 elements, and multiplies 64 rows by them, where
-/// `sm80` does both; of FP8 it widens them too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
+/// Nanoseconds in which a multiprocessor reads a key's 256 elements and multiplies 64 rows with them in `sm80`; the
+/// next constant is for FP8, which is converted too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
 const DIRECT_NANOS: f64 = 12.0;
 const DIRECT_NANOS_FP8: f64 = 20.0;
 
-/// Cost of a call by the model, in microseconds: with a cache widened once to where it is read, and with the
-/// kernel that reads it as it lies.
+/// Modelled microseconds of a call in two ways: converting the cache once in the workspace, or reading it in place.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// Cost of bringing the cache to the workspace and reading it there in 16 bits.
+    /// Cost of converting the cache to the workspace and reading it there in 16 bits.
     pub staged: f64,
-    /// Read as it lies, and widened, by each tile of rows.
+    /// Cost of reading the cache in place, and converting it in each tile of rows.
     pub direct: f64,
 }
 
 impl Costs {
-    /// Costs of a problem at its largest lengths, on a device of `num_sms` multiprocessors. The kernel that
-    /// reads the cache as it lies has tiles of `direct_rows` rows, and parts of the keys where it `splits`.
+    /// Costs of a problem at its largest lengths, on a device of `num_sms` multiprocessors. The kernel that reads
+    /// the cache in place has tiles of `direct_rows` rows, and splits the keys if `splits` is true.
     #[must_use]
     pub fn new(problem: &FwdProblem, num_sms: u32, direct_rows: u32, splits: bool) -> Self {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
@@ -360,7 +360,7 @@ pub fn widen(spec: &WidenSpec) -> KernelSource {
     crate::source(entry.render(), || [header()])
 }
 
-/// `fmha/widened_cache.h`: what this file shares with the device.
+/// `fmha/widened_cache.h`: the types that this file shares with the device.
 fn header() -> Header {
     let definitions =
         [c_constant("kMostOfBlock", MOST_OF_BLOCK), WidenSpec::c_definition(), WidenedCache::c_definition()];

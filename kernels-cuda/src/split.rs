@@ -1,8 +1,9 @@
-//! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
+//! Split-KV: a short query's keys are split into parts, each computed as a separate tile, whose O and LSE a second
+//! kernel merges.
 //!
-//! The device decides where the parts of a sequence end: by its own length and by how many parts the longest
-//! has (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the lengths
-//! (`common/shares.cuh`). No length is needed on the host, and a graph of a call replays with any.
+//! The device decides where the parts of a sequence end: from its own length and the number of parts of the longest
+//! (`common/part_keys.cuh`), or such that all CTAs have equally many blocks of keys, for any lengths
+//! (`common/shares.cuh`). The host needs no lengths, and a graph of a call can be replayed with other lengths.
 
 pub(crate) mod launch;
 pub mod measured;
@@ -16,20 +17,19 @@ use fmha_core::{DType, FwdProblem, KvLayout, QLayout, abi_struct};
 use crate::schedule::{self, SHARES_AT, SHARES_HEADER};
 use crate::{lists, tree_mask};
 
-/// Keys of a part, at least: at head dimension 128 in 16 bits its K and V are 128 KB, of which the partial results of
-/// eight rows, written and read, are 6 %.
+/// Fewest keys of a part: at head dimension 128 in 16 bits its K and V are 128 KB; writing and reading the partial
+/// results of eight rows adds 6 %.
 const LEAST_KEYS: i32 = 256;
 
 /// Parts of a sequence, at most: beyond, parts are longer.
 const MOST_PARTS: u32 = 128;
 
-/// Offset of the parts in the workspace. The record of how shares were dealt comes before them, and the tile
-/// counter before both.
+/// Offset of the parts in the workspace. The tile counter comes first, then the record of how shares were assigned.
 const FIRST_BYTE: u64 = 4 * SHARES_AT;
 
 abi_struct! {
-    /// The partial results, a kernel argument: part after part, each `[batch, num_heads_q, seqlen_q]`, of packed
-    /// sequences too, since how many rows they have is not known when a plan is made.
+    /// Kernel argument with the partial results: one part after another, each `[batch, num_heads_q, seqlen_q]`.
+    /// Packed sequences have this layout too, since their number of rows is unknown to the plan.
     pub struct KvParts {
         /// O, `row` elements a row.
         pub o: DevPtr<f32>,
@@ -43,14 +43,13 @@ abi_struct! {
         pub count: i32,
         /// Keys of a block; a part consists of whole blocks.
         pub block_n: i32,
-        /// Keys of a part, whatever the sequence's length; 0: by `count`.
+        /// Fixed number of keys of a part; 0 if it follows from `count`.
         pub keys: i32,
-        /// First query whose parts a launch has.
+        /// First query whose parts a launch computes.
         pub first_row: i32,
-        /// Queries of every sequence and head whose parts a launch has.
+        /// Number of queries, in every sequence and head, whose parts a launch computes.
         pub num_rows: i32,
-        /// Query heads of a tile's rows. This field and those below are for parts that end where CTAs' shares
-        /// do.
+        /// Query heads of a tile's rows. This field and those below are used if parts end where CTAs' shares end.
         pub heads: i32,
         /// Rows of a tile.
         pub block_m: i32,
@@ -78,7 +77,7 @@ impl Shares {
         if self.pack_gqa { problem.gqa_ratio() } else { 1 }
     }
 
-    /// Tiles of a head's rows, or of those of its group.
+    /// Number of tiles for the rows of a head, or of its group.
     fn row_blocks(self, problem: &FwdProblem) -> u32 {
         problem.dims.seqlen_q.saturating_mul(self.heads(problem)).div_ceil(self.block_m).max(1)
     }
@@ -105,11 +104,11 @@ impl Shares {
         problem.dims.seqlen_k.div_ceil(block_n).max(1).min(parts.min(u32::MAX.into()) as u32)
     }
 
-    /// Whether the device's counters hold so many blocks.
+    /// Whether the device's 32-bit counters can count this many blocks.
     #[must_use]
     pub fn takes(self, problem: &FwdProblem, block_n: u32) -> bool {
         let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
-        // A part's first row is counted from its tile's first head.
+        // The first row of a part is counted from its tile's first head.
         let rows = u64::from(problem.dims.num_heads_q) * u64::from(problem.dims.seqlen_q);
         // Shares that make no whole stretch of a sequence's tiles belong to no CTA.
         let (count, of_sequence) = (u64::from(self.count), self.tiles_of_sequence(problem).max(1));
@@ -118,7 +117,7 @@ impl Shares {
     }
 }
 
-/// Bytes of how shares were dealt: whole 16, behind which the parts' O may follow.
+/// Bytes of the record of how shares were assigned, rounded up to 16, so that the parts' O may follow.
 fn dealt_bytes(problem: &FwdProblem) -> u64 {
     (4 * (SHARES_HEADER + u64::from(problem.dims.batch) + 1)).next_multiple_of(16)
 }
@@ -126,11 +125,11 @@ fn dealt_bytes(problem: &FwdProblem) -> u64 {
 /// Cut of the keys of sequences by a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
-    /// Keys of a part of the longest sequence; with `fixed` of every sequence. 0: they are not cut.
+    /// Keys of a part of the longest sequence; with `fixed`, of every sequence. 0 if keys are not split.
     pub keys: i32,
-    /// Keys of a block, of which a part has whole ones.
+    /// Keys of a block; a part has whole blocks.
     pub block_n: i32,
-    /// Parts are counted from each sequence's first key, whatever the longest's length.
+    /// Whether parts are counted from each sequence's first key, whatever the longest length.
     pub fixed: bool,
     /// Parts end where CTAs' equal shares of all tiles' blocks do, each of `keys` at least.
     pub shares: Option<Shares>,
@@ -145,8 +144,8 @@ impl Cut {
         if keys == 0 || self.shares.is_some() { 1 } else { problem.most_walked_keys().div_ceil(keys).max(1) }
     }
 
-    /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where
-    /// there are none.
+    /// Workspace bytes for the parts of this many queries, with the tile counter's bytes before them; 0 without
+    /// parts.
     #[must_use]
     pub fn workspace_bytes(self, problem: &FwdProblem, queries: u32) -> u64 {
         if self.keys == 0 {
@@ -157,7 +156,7 @@ impl Cut {
             .saturating_add(FIRST_BYTE + self.dealt_bytes(problem) + 16)
     }
 
-    /// Rows of all parts of so many queries.
+    /// Number of rows in all parts of this many queries.
     fn part_rows(self, problem: &FwdProblem, queries: u32) -> u64 {
         match self.shares {
             Some(shares) => shares.part_rows(problem),
@@ -169,14 +168,14 @@ impl Cut {
         if self.shares.is_some() { dealt_bytes(problem) } else { 0 }
     }
 
-    /// The launches of a call: its queries some row blocks at a time, whose parts lie in the workspace
-    /// meanwhile. Parts by the longest sequence are of short queries, all at once.
+    /// The launches of a call, each for some row blocks of its queries, whose parts are in the workspace meanwhile.
+    /// Without fixed parts queries are short, and one launch handles all.
     #[must_use]
     pub fn rows_at_once(self, problem: &FwdProblem, block_m: i32, pack_gqa: bool) -> RowsAtOnce {
         let ratio = if pack_gqa { problem.gqa_ratio() } else { 1 };
         let block_m = block_m.unsigned_abs();
         let queries = problem.dims.seqlen_q;
-        // Row blocks that end with a query.
+        // Smallest number of row blocks that ends with a whole query.
         let blocks = if block_m.is_multiple_of(ratio) { 1 } else { ratio };
         let step = RowsAtOnce { blocks, queries: blocks * block_m / ratio };
         let all = queries.div_ceil(step.queries).max(1);
@@ -212,7 +211,7 @@ impl Cut {
     }
 }
 
-/// Queries, and the row blocks that they are, whose parts lie in the workspace at a time.
+/// Number of queries, and of row blocks, whose parts are in the workspace at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowsAtOnce {
     /// Row blocks of every head.
@@ -221,18 +220,17 @@ pub struct RowsAtOnce {
     pub queries: u32,
 }
 
-/// Most bytes of the workspace that the parts of several row blocks may take: one launch writes them and the
-/// next reads them.
+/// Most bytes for the parts of several row blocks in the workspace: one launch writes them and the next reads them.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Keys of a part of a batch-invariant plan, counted from a sequence's first key, as whole blocks. More than what fills
-/// a device: a long query, whose last token is to have the bits of the same token alone, writes and reads a row
-/// of O for each part that it sees, in its own CTA's place or in memory. The size is decided here alone.
+/// Keys of a part of a batch-invariant plan, counted from a sequence's first key, as whole blocks. The number is
+/// larger than needed to fill a device: a long query, whose last token must be bit-equal to that token alone,
+/// writes and reads a row of O for each part. Only this constant decides the size.
 pub const FIXED_KEYS: i32 = 2048;
 
-/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Calls
-/// are cut only if one part and a whole sequence round in the same way: a sink and an O of 8 bits enter a
-/// merge differently.
+/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 if every sequence has one part. Keys are
+/// split only if one part rounds like an unsplit sequence: a sink and an 8-bit O are handled differently by a
+/// merge.
 #[must_use]
 pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     let is_cut = splits(problem).is_ok()
@@ -252,14 +250,14 @@ impl RowsAtOnce {
 }
 
 impl KvParts {
-    /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead
-    /// of those of the `whole` call.
+    /// The arguments of the forward kernel when it computes parts: its O and LSE are the parts' (each part has a
+    /// batch of sequences), instead of those of the `whole` call.
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
         // Heads of a part: in shares a part is of one tile.
         let heads = i64::from(if self.heads > 0 { self.heads } else { whole.num_heads_q });
-        // Queries count from the sequence's first: where that one's would lie.
+        // Pointers are moved back, so that query indices count from the sequence's first query.
         let first = i64::from(self.first_row);
         let o = DevPtr::new(self.o.0.wrapping_sub((first * row * 4).cast_unsigned()));
         let lse = DevPtr::new(self.lse.0.wrapping_sub((first * 4).cast_unsigned()));
@@ -268,7 +266,7 @@ impl KvParts {
     }
 }
 
-/// Elements of a partial row of O: what 16-byte stores fill.
+/// Elements of a partial row of O, rounded up for 16-byte stores.
 fn row_elems(problem: &FwdProblem) -> i32 {
     problem.dims.head_dim_v.next_multiple_of(4) as i32
 }
@@ -285,12 +283,12 @@ fn row_bytes(problem: &FwdProblem) -> u64 {
     4 + 4 * u64::from(row_elems(problem).unsigned_abs())
 }
 
-/// Why a problem's keys cannot be split.
+/// Checks that a problem's keys can be split.
 ///
 /// # Errors
 /// The field that forbids it.
 pub fn splits(problem: &FwdProblem) -> Result<(), String> {
-    // Sink columns in a list are keys like all others.
+    // Sink columns in a list are treated like all other keys.
     if problem.mask.sink_columns > 0 && !problem.walks_lists() {
         return Err(format!(
             "sink_columns {}: they are not in the part of the keys beside them",
@@ -300,7 +298,7 @@ pub fn splits(problem: &FwdProblem) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that a tile's shares go with how it cuts keys besides.
+/// Checks that a tile's shares are compatible with its other fields for splitting.
 ///
 /// # Errors
 /// The three fields.
@@ -315,10 +313,10 @@ pub(crate) fn check_shares(shares: i32, split_keys: i32, fixed_parts: bool) -> R
     Ok(())
 }
 
-/// Checks that a problem's keys can be cut so.
+/// Checks that a problem's keys can be split in this way.
 ///
 /// # Errors
-/// The tile's field, and what of the problem forbids it.
+/// The tile's field, and the property of the problem that forbids it.
 pub(crate) fn check(problem: &FwdProblem, cut: Cut) -> Result<(), String> {
     if cut.keys > 0 {
         splits(problem).map_err(|why| format!("tile split_keys={}: {why}", cut.keys))?;
@@ -342,7 +340,7 @@ pub(crate) fn seen_keys(problem: &FwdProblem) -> u32 {
     keys.end.saturating_sub(keys.start)
 }
 
-/// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
+/// Whether all sequences have the problem's lengths, or there is only one sequence.
 pub(crate) fn has_like_lengths(problem: &FwdProblem) -> bool {
     let layout = problem.layout;
     problem.dims.batch <= 1
@@ -351,7 +349,7 @@ pub(crate) fn has_like_lengths(problem: &FwdProblem) -> bool {
             && !layout.seqused_k
 }
 
-/// Keys of a part of a short query's, where the tile has `block_n` of them a block; 0: too few to split.
+/// Keys of a part for a short query, with blocks of `block_n` keys; 0: too few keys to split.
 #[must_use]
 pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     if splits(problem).is_err() {
@@ -368,20 +366,19 @@ pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     keys as i32
 }
 
-/// Queries from which on no keys are cut that are fewer than two parts.
+/// Fewest queries for which keys are not split unless there are two whole parts.
 const MANY_QUERIES: u32 = 33;
 
-/// Whether the keys of a few queries may be cut where that is cheaper. [`is_never_cut`] promises of others that no
-/// batch has them cut.
+/// Whether the keys of a few queries may be split if that is cheaper. For other problems [`is_never_cut`] promises
+/// that no batch splits them.
 pub(crate) fn may_be_cut(problem: &FwdProblem, block_n: u32) -> bool {
     let dims = problem.dims;
     let is_short = split_keys(problem, block_n.cast_signed()) == 0;
     splits(problem).is_ok() && dims.seqlen_k >= 2 * block_n && !(is_short && dims.seqlen_q >= MANY_QUERIES)
 }
 
-/// Whether no batch and no lengths have a problem's keys cut, so that its bits depend on neither, unasked.
-///
-/// `changes_kernel`: few rows go to one kernel or another by how many tiles there are.
+/// Whether a problem's keys are never split, in any batch and for any lengths, so that its bits do not depend on
+/// either even without the option. `changes_kernel`: the number of tiles may decide which kernel computes few rows.
 pub(crate) fn is_never_cut(problem: &FwdProblem, block_n: i32, changes_kernel: bool) -> bool {
     let dims = problem.dims;
     let few_rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio()) <= crate::sm80::MOST_SHORT_ROWS;
@@ -405,31 +402,32 @@ pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
 const WARPS_A_MULTIPROCESSOR: u32 = 24;
 const WARPS_AT_ONCE: u64 = WARPS_A_MULTIPROCESSOR as u64 * 132;
 
-/// Warps that share a row, at most.
+/// Greatest number of warps that share a row.
 const MOST_WARPS: u32 = 8;
 
 /// Shape of the launch that merges the parts of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Merging {
-    /// K and V as they lie in memory, from which a row of very large scores is computed again.
+    /// K and V as stored, from which a row with very large scores is recomputed.
     pub stored: DType,
     /// Bytes of a key's row where caches have rows of bytes, else 0.
     pub row_bytes: u32,
     /// Warps that share a row: 1, 2, 4 or 8.
     pub warps: u32,
-    /// The grid is launched to start while that of the parts ends (programmatic dependent launch, from sm_90 on).
+    /// Whether the grid is launched to start while that of the parts ends (programmatic dependent launch, from
+    /// sm_90 on).
     pub dependent: bool,
     /// Parts end where CTAs' shares do.
     pub in_shares: bool,
-    /// Parts of a fixed number of keys are folded one after another (`common/fold.cuh`), where warps have a row's
-    /// columns between them; else warps have the parts.
+    /// Whether parts of a fixed number of keys are merged one after another (`common/fold.cuh`), with a row's
+    /// columns divided among warps; otherwise the parts are divided among warps.
     pub folds: bool,
 }
 
 impl Merging {
-    /// Merge of a problem's parts. A warp has some eight parts of a row, which it loads at once, and warps' sums are
-    /// added in the order of the warps. Fixed parts, but for those of lists, which have one bound, are folded in
-    /// their own order by any number of warps: by four where the rows leave warps idle.
+    /// Merge of a problem's parts. A warp loads about eight parts of a row at once, and the warps' sums are added
+    /// in order. Fixed parts, except those of lists, are merged one after another by any number of warps with equal
+    /// bits: by four warps if rows alone leave warps idle.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
         let rows = rows_of(problem, problem.dims.seqlen_q, 1);
@@ -458,14 +456,15 @@ impl Merging {
         Self { stored, row_bytes, warps, dependent, in_shares: cut.shares.is_some(), folds: false }
     }
 
-    /// CTAs of the merging kernel, for so many `queries` of every sequence and head.
+    /// Number of CTAs of the merging kernel for this many `queries` of every sequence and head.
     #[must_use]
     pub fn grid(&self, problem: &FwdProblem, queries: u32, num_sms: u32) -> u32 {
         let rows = rows_of(problem, queries, 1);
         crate::row_grid(rows, self.threads() / self.warps, num_sms)
     }
 
-    /// Threads of a CTA: few, so that one finds registers beside the CTAs of the parts, and has its code when they end.
+    /// Threads of a CTA: few, so that its registers fit besides the CTAs of the parts, and its code is loaded when
+    /// they end.
     #[must_use]
     pub fn threads(&self) -> u32 {
         32 * self.warps.max(4)
@@ -478,19 +477,20 @@ pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, KeysOfRows::Band)
 }
 
-/// Merge kernel under a tree mask; it takes a [`TreeMask`](crate::tree_mask::TreeMask) too.
+/// Merging kernel under a tree mask, with a [`TreeMask`](crate::tree_mask::TreeMask) as an additional argument.
 #[must_use]
 pub fn merge_tree(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, KeysOfRows::Tree)
 }
 
-/// Merge kernel over lists of keys; it takes [`ListParams`](fmha_core::lists::ListParams) too.
+/// Merging kernel over lists of keys, with [`ListParams`](fmha_core::lists::ListParams) as an additional argument.
 #[must_use]
 pub fn merge_lists(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, KeysOfRows::Lists)
 }
 
-/// Merge kernel over two caches; it takes [`TwoCachesParams`](fmha_core::second::TwoCachesParams) too.
+/// Merging kernel over two caches, with [`TwoCachesParams`](fmha_core::second::TwoCachesParams) as an additional
+/// argument.
 #[must_use]
 pub fn merge_two_caches(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, KeysOfRows::TwoCaches)
@@ -526,7 +526,7 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
     let entry = Entry {
         include,
         constants: &constants,
-        // Fewer registers spill a few bytes, more find no room for as many warps.
+        // With fewer registers the kernel spills a few bytes; with more, fewer warps fit.
         bounds: &format!("__launch_bounds__({threads}, {})", WARPS_A_MULTIPROCESSOR * 32 / threads),
         params: &format!(
             "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{last_param}"
@@ -552,7 +552,7 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
     })
 }
 
-/// `fmha/kv_parts.h`: what merging kernels share with the host.
+/// `fmha/kv_parts.h`: the types that merging kernels share with the host.
 pub(crate) fn header() -> Header {
     let definitions = [KvParts::c_definition()];
     Header::shared("fmha/kv_parts.h", "fmha", &["fmha/tile_schedule.h"], &definitions)
@@ -617,7 +617,8 @@ mod tests {
         }
     }
 
-    /// Every row block and every query once, in launches whose parts fit the workspace.
+    /// A long query is computed some row blocks at a time: every row block and every query occurs once, in launches
+    /// whose parts fit the workspace.
     #[test]
     fn a_long_query_is_some_row_blocks_at_a_time() {
         for (heads, queries, pack_gqa, block_m) in

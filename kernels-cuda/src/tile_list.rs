@@ -1,4 +1,4 @@
-//! Lists of tiles (`fmha_gpu::tile_list`), as NVIDIA launches what makes them.
+//! The launches that make lists of tiles (`fmha_gpu::tile_list`) on NVIDIA.
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
@@ -22,23 +22,23 @@ impl ListsTiles for DeviceFacts {
     }
 }
 
-/// Spec of a problem that lists [`serve`]. They hide keys as a band does: the text of a mask's kind knows that V may
-/// have a hidden NaN.
+/// Spec of a problem for which lists [`serve`]. It says that keys are hidden, as a band would, so that the kernel
+/// handles NaN in hidden rows of V.
 pub(crate) fn spec(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);
     let mask = if spec.mask == MaskKind::Full { MaskKind::Upper } else { spec.mask };
     FwdSpec { mask, code: code_beside_lists(problem), ..spec }
 }
 
-/// The band by which tiles are ordered and a call is priced: where masks that the host does not read hide pairs, the
-/// causal one, under which tiles differ in length too.
+/// The band used to order tiles and to price a call. If masks that the host does not read hide pairs, it is the
+/// causal band, under which tiles differ in length too.
 pub(crate) fn band_of_tiles(problem: &FwdProblem) -> MaskSpec {
     let hides = !problem.masks.is_empty() || problem.code.mask.is_some();
     if hides && problem.mask.kind() == MaskKind::Full { MaskSpec::CAUSAL } else { problem.mask }
 }
 
-/// Refuses masks that lists of one head's tiles do not have: types of 8 bits, and a mask as code that reads the head
-/// beside masks as data.
+/// Refuses features that lists of tiles do not support: 8-bit types, and a mask as code that reads the head index
+/// together with masks as data.
 ///
 /// # Errors
 /// The type, or the mask.
@@ -59,7 +59,7 @@ pub(crate) fn refuse(problem: &FwdProblem, kernel: &'static str) -> Result<(), R
 /// Name in plans of the launch that gives blocks their places in the order of additions.
 const RANK_NAME: &str = "tile_ranks";
 
-/// Launch behind the one that makes lists of tiles of keys, which [have an order](TileListPlan::ordered).
+/// The launch after the one that lists tiles of keys, which gives their blocks [ranks](TileListPlan::ordered).
 pub(crate) fn rank_launch(spec: &FwdSpec, block_n: i32, plan: &TileListPlan, facts: &DeviceFacts) -> Launch {
     let grid = Grid::new(plan.groups(), THREADS);
     row_launch((Stage::RankTiles, RANK_NAME), rank_tiles(spec, block_n), grid, facts)
@@ -78,20 +78,21 @@ pub fn rank_tiles(spec: &FwdSpec, block_n: i32) -> KernelSource {
     crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])
 }
 
-/// The text of a kernel behind the launches that make lists: one that asks no function is the same for all.
+/// The text of a kernel after the launches that make lists: a kernel that evaluates no function has one text for
+/// all functions.
 pub(crate) fn behind(plan: &TileListPlan, problem: &FwdProblem, source: KernelSource) -> KernelSource {
     let asks = plan.code() == MaskCode::Asked || problem.code.score.is_some();
     if asks { source } else { source.without_code() }
 }
 
-/// Name in plans of the launch that writes what a mask as code shows as bits.
+/// Name in plans of the launch that writes a mask as code as bits.
 const BITS_NAME: &str = "mask_bits";
 
-/// Queries and words of a warp of that launch, as `fmha/common/function_bits.cuh` has them.
+/// Number of queries of a warp in that launch, and then of words, as in `fmha/common/function_bits.cuh`.
 const ROWS_OF_BITS: u32 = 32;
 const WORDS_OF_BITS: u32 = 8;
 
-/// Launches before the kernel that walks lists: bits of a mask as code where the plan has them, then the lists.
+/// Launches before the kernel that reads lists: the bits of a mask as code, if the plan has them, then the lists.
 pub(crate) fn launches(
     plan: &TileListPlan,
     problem: &FwdProblem,
@@ -110,8 +111,8 @@ pub(crate) fn launches(
     Ok(bits.transpose()?.into_iter().chain([plan.launch(spec, facts)]).collect())
 }
 
-/// Kernel that writes what a mask as code shows as bits, `words` a query: arguments as of [`list_tiles`]. Of the spec
-/// it reads how Q, K and V lie.
+/// Kernel that writes a mask as code as bits, `words` for each query; its arguments are those of [`list_tiles`]. It
+/// reads only the layouts of Q, K and V from the spec.
 #[must_use]
 pub fn mask_bits(spec: &FwdSpec, words: u32) -> KernelSource {
     let entry = Entry {
@@ -128,14 +129,14 @@ pub fn mask_bits(spec: &FwdSpec, words: u32) -> KernelSource {
     crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])
 }
 
-/// The kernel of the launch that makes lists. Of the spec it reads how Q, K and V lie.
+/// The kernel of the launch that makes lists. It reads only the layouts of Q, K and V from the spec.
 #[must_use]
 pub fn list_tiles(spec: &FwdSpec, of: TileOf, [block_m, block_n]: [i32; 2], code: MaskCode) -> KernelSource {
     let (has_function, has_bits) = (code == MaskCode::Asked, code == MaskCode::InBits);
     let entry = Entry {
         include: "fmha/common/tile_list.cuh",
         constants: &[("kSpec", spec)],
-        // Two CTAs: else ptxas aims at four and spills.
+        // Two CTAs per multiprocessor: by default ptxas aims at four and spills.
         bounds: &format!("__launch_bounds__({THREADS}, 2)"),
         params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
         call: &format!(

@@ -60,14 +60,15 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     }
 }
 
-/// Stride of an axis in bytes; for an axis of one element, whose stride nothing reads, one that the driver takes.
+/// Stride of an axis in bytes. An axis of one element, whose stride is never used, gets one that the driver
+/// accepts.
 pub(crate) fn stride_bytes(stride: i64, extent: u32, elem_bytes: u64) -> u64 {
     if extent > 1 { stride.unsigned_abs() * elem_bytes } else { 1 << 20 }
 }
 
 impl TensorMapFacts<4, 3> {
-    /// Facts of a map of a tensor's rows, `(dim, row, head, batch or page)`. A tensor without rows is never
-    /// read, but its map needs an address: `elsewhere`.
+    /// Facts of a map of a tensor's rows, `(dim, row, head, batch or page)`. The map of a tensor without rows is
+    /// never used, but needs a valid address: `elsewhere`.
     pub(crate) fn of_rows(
         (name, dtype): (&'static str, DType),
         [address, elsewhere]: [u64; 2],

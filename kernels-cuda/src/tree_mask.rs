@@ -1,11 +1,11 @@
-//! The tree mask as kernels take it: an argument of its own, of those launches alone that have one.
+//! The tree mask as a kernel parameter: an argument of its own, present only in launches with a tree mask.
 
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, MaskParams};
 use fmha_core::source::Header;
 use fmha_core::{FwdArgs, FwdProblem, abi_struct};
 
 abi_struct! {
-    /// Which of a sequence's last keys each of its queries sees: bit n of a query's row is the n-th of them.
+    /// Which of a sequence's last keys each query sees: bit n of a query's row is for the n-th of these keys.
     pub struct TreeMask {
         /// `[batch, seqlen_q, row_words]`, or packed.
         pub words: DevPtr<i32>,
@@ -36,7 +36,7 @@ pub fn without_upper_end(params: &FwdParams) -> FwdParams {
     FwdParams { mask: MaskParams { hi: i32::MAX, ..params.mask }, ..*params }
 }
 
-/// `fmha/tree_mask.h`: what this file shares with the device.
+/// `fmha/tree_mask.h`: the types that this file shares with the device.
 pub(crate) fn header() -> Header {
     let definitions = [TreeMask::c_definition()];
     Header::shared("fmha/tree_mask.h", "fmha", &["fmha/spec.h"], &definitions)

@@ -25,7 +25,7 @@ pub enum Sums {
     F16,
 }
 
-/// One instruction: `m64 n k16` of 16-bit elements, `k32` of 8-bit ones.
+/// A wgmma instruction: `m64 n k16` for 16-bit elements, `k32` for 8-bit ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WgmmaShape {
     /// Type of both operands: f16, bf16, e4m3fn or e5m2.

@@ -1,7 +1,7 @@
-// Merges partial results over the same rows by their LSE: a thread has one element of O. Weights are divided by their
-// own sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of
-// each. Where parts are added (Merge::Sum), there is no LSE: their f32 sum, in their order, rounded once; with
-// Merge::AddTo what O held is the first term.
+// Merges partial results over the same rows by their LSE: a thread has one element of O. Weights
+// are divided by their own sum, since the rounded LSE may be far from the logarithm of that sum:
+// for equal parts at -1e30 it equals that of each. With Merge::Sum there is no LSE: O is the
+// parts' f32 sum, in order, rounded once; with Merge::AddTo O's old content is the first term.
 #pragma once
 #include <fmha/exp_sum.h>
 #include <fmha/isa/lane.h>
@@ -25,7 +25,7 @@ FMHA_DEVICE void combine(const CombineParams& p) {
   const int64_t at = i_batch * p.part.batch + i * p.part.row + i_head * p.part.head + dim;
   const int64_t to = i_batch * p.o.batch + i * p.o.row + i_head * p.o.head + dim;
   if constexpr (spec.merge != Merge::ByLse) {
-    // Adding to -0 leaves every term as it is, -0 too; of no terms the sum is 0.
+    // The sum starts from -0, which leaves every first term unchanged, also -0; without terms the sum is 0.
     float total = spec.merge == Merge::AddTo ? load_elem<spec.dtype_o>(p.o.data, to) : p.num_parts == 0 ? 0.f : -0.f;
     for (int32_t n = 0; n < p.num_parts; ++n) total += load_elem<spec.dtype_part>(p.parts[n].o, at);
     store_elem<spec.dtype_o>(p.o.data, to, total);

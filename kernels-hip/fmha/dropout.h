@@ -4,9 +4,9 @@
 
 namespace fmha {
 
-// The words of keys j .. j + 3 of the call for query i, j a multiple of 4; `batch_head` is head_of_whole's
-// (philox.h). One call of the generator where the call begins with a four of the whole; else two, whose words are
-// shifted into place.
+// The words of keys j .. j + 3 of the call for query i, j a multiple of 4; `batch_head`
+// is head_of_whole's (philox.h). One call of the generator if the attention call begins
+// at a group of four of the whole; otherwise two, whose words are shifted into place.
 FMHA_DEVICE Array<uint32_t, 4> dropout_words_of_keys(const FwdParams& p, int32_t batch_head, int32_t i, int32_t j) {
   Array<uint32_t, 4> words = dropout_words(p, batch_head, i, j / 4);
   const int32_t first = p.dropout_key_of_quad;

@@ -18,7 +18,7 @@ struct Widen {
   const FwdParams& p;
   const WidenedCache& to;
 
-  // A code times its descale in f32, rounded once, as a cache that was widened before has it.
+  // A code times its descale in f32, rounded once, bit-equal to a cache that was converted before.
   FMHA_DEVICE static uint16_t widened(uint32_t code, float descale) {
     const float x = decode(format_of(spec.stored), code) * descale;
     if constexpr (spec.dtype == DType::F16) return __builtin_bit_cast(uint16_t, f16(x));

@@ -51,7 +51,7 @@ impl Arch {
         }
     }
 
-    /// Whether it has WMMA and waves of 32, not MFMA and waves of 64.
+    /// Whether the architecture has WMMA and waves of 32 lanes, instead of MFMA and waves of 64.
     #[must_use]
     pub const fn is_rdna(self) -> bool {
         matches!(self, Arch::Gfx1100 | Arch::Gfx1201)
@@ -63,7 +63,8 @@ impl Arch {
         if self.is_rdna() { 32 } else { 64 }
     }
 
-    /// LDS that one workgroup may take: all of a compute unit's on CDNA, half of what two have in common on RDNA.
+    /// LDS that one workgroup may use: all of a compute unit's on CDNA; on RDNA half of what a pair of compute
+    /// units shares.
     #[must_use]
     pub const fn lds_bytes(self) -> u32 {
         match self {
@@ -72,8 +73,8 @@ impl Arch {
         }
     }
 
-    /// Compute units of the largest device (of one die of MI250X; MI300X; MI355X), of RDNA pairs of them, which HIP
-    /// counts (RX 7900 XTX; RX 9070 XT).
+    /// Compute units of the largest device (one die of MI250X; MI300X; MI355X); for RDNA pairs of compute units,
+    /// which HIP counts (RX 7900 XTX; RX 9070 XT).
     pub const fn num_compute_units(self) -> u32 {
         match self {
             Arch::Gfx90a => 110,
@@ -84,9 +85,10 @@ impl Arch {
         }
     }
 
-    /// Workgroups of `threads` threads that a compute unit holds: on CDNA four SIMDs, 512 vector registers a lane of
-    /// each, given out in eights, eight waves at most; a pair on RDNA four SIMDs, 1536 registers, given out in
-    /// twenty-fours, sixteen waves at most; one where the compiler did not say what a kernel takes.
+    /// Workgroups of `threads` threads that a compute unit holds. CDNA: four SIMDs, each with 512 vector registers
+    /// per lane, allocated in eights, and at most eight waves. RDNA: a pair of compute units has four SIMDs, each
+    /// with 1536 registers, allocated in twenty-fours, and at most sixteen waves. One if the compiler did not
+    /// report the kernel's resources.
     pub fn workgroups_per_compute_unit(self, usage: &ResourceUsage, threads: u32) -> u32 {
         let (Some(registers), Some(lds_bytes)) = (usage.registers, usage.shared_bytes) else { return 1 };
         let waves = if self.is_rdna() {
@@ -99,7 +101,7 @@ impl Arch {
         by_waves.min(lds / lds_bytes.max(1)).max(1)
     }
 
-    /// Dies with an L2 of their own that workgroups are dealt to in turn.
+    /// Number of dies with an L2 of their own; the hardware assigns workgroups to them round-robin.
     pub const fn num_xcds(self) -> i32 {
         match self {
             Arch::Gfx90a | Arch::Gfx1100 | Arch::Gfx1201 => 1,
@@ -107,7 +109,7 @@ impl Arch {
         }
     }
 
-    /// Whether its matrix instructions take operands of this type.
+    /// Whether the matrix instructions of this architecture support operands of this type.
     #[must_use]
     pub const fn multiplies(self, dtype: DType) -> bool {
         match dtype {
@@ -118,7 +120,7 @@ impl Arch {
         }
     }
 
-    /// Peak of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a
+    /// Peak rates of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a
     /// has no FP8.
     pub fn roofline(self, dtype: DType) -> Roofline {
         let (two_bytes, fp8, bytes, part) = match self {
@@ -164,7 +166,8 @@ mod tests {
         assert_eq!(holds(257, 16 << 10, 256), 1);
         assert_eq!(holds(16, 0, 64), 32);
         assert_eq!(holds(16, 24 << 10, 64), 2);
-        // More waves than a compute unit has registers for are the compiler's fault; they run one by one.
+        // A workgroup whose waves need more registers than there are would be a compiler fault; it counts as
+        // running alone.
         assert_eq!(holds(512, 0, 512), 1);
         assert_eq!(Arch::Gfx942.workgroups_per_compute_unit(&ResourceUsage::default(), 64), 1);
         // RDNA: 1536 / 216 = 7 waves of 32 a SIMD.

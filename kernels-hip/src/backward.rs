@@ -1,9 +1,7 @@
-//! Common parts of the backward kernels, `cdna_bwd` and `rdna_bwd`: what they take, their launches and
-//! parameters, and the recipe (the module `recipe`). Both are deterministic.
-//!
-//! A launch before computes LSE and delta of each query; one sums dQ, one (of wide rows two) dK and dV, each
-//! workgroup the gradients of its own rows alone; one behind takes what the products cannot
-//! (`fmha/cdna/bwd/rest.h`).
+//! Common parts of the backward kernels `cdna_bwd` and `rdna_bwd`: supported problems, launches and parameters, and
+//! the recipe (the module `recipe`). Both are deterministic. A first launch computes LSE and delta of each query;
+//! one launch sums dQ, and one (two for wide rows) sums dK and dV, where each workgroup sums the gradients of its
+//! own rows alone; a last launch handles rows that the products cannot (`fmha/cdna/bwd/rest.h`).
 
 mod access;
 pub(crate) mod recipe;
@@ -31,7 +29,7 @@ const REST_HEADER: &str = "fmha/cdna/bwd/rest.h";
 /// Rows of a word of flags, and walked rows of a block.
 pub(crate) const BLOCK_ROWS: u32 = 32;
 const MAX_HEAD_DIM: u32 = 256;
-/// Rows from the first of a block to the last that a descriptor is to reach.
+/// Most rows between the first row of a block and the last row that a buffer descriptor must reach.
 const FURTHEST_ROW: i64 = 128;
 const WAVES_OF_A_ROW_WORKGROUP: u64 = 4;
 const DWORD: i64 = 4;
@@ -63,24 +61,24 @@ impl BwdSums {
 }
 
 abi_spec! {
-    /// Spec for which the products of a backward call are compiled: the facts that change the main loops'
-    /// instructions. Everything else of a problem is a parameter.
+    /// Compile-time spec of the products of a backward call: facts that change the main loops' instructions.
+    /// Everything else of a problem is a run-time parameter.
     pub struct MatrixBwdSpec {
-        /// Q, K, V and dO; P and dS as operands.
+        /// Type of Q, K, V and dO, and of P and dS as operands.
         pub dtype: DType,
         /// dQ, dK and dV.
         pub dtype_grad: DType,
         /// Elements of a query's or key's row, padded to whole lines of the unit: 64 of MFMA, 32 of WMMA.
         pub head_dim_qk: i32,
-        /// Elements of a row of V or O, padded as Q's and K's.
+        /// Elements of a row of V or O, padded like rows of Q and K.
         pub head_dim_v: i32,
-        /// `Full`: no band. Any other: the band of the call, bounded or not, and its sink columns.
+        /// `Full`: no band. Any other value: the call's band, whose bounds and sink columns are parameters.
         pub mask: MaskKind,
         /// Whether there may be a soft-cap, a bias or slopes.
         pub modifies: bool,
         /// Whether there may be dropout.
         pub dropout: bool,
-        /// Whether lists of tiles say what is walked: masks as data, and a mask as code beside them.
+        /// Whether lists of tiles select the blocks: with masks as data, and with a mask as code in addition.
         pub masks: bool,
     }
 }
@@ -88,19 +86,19 @@ abi_spec! {
 abi_spec! {
     /// How a launch of products computes.
     pub struct MatrixBwdTile {
-        /// Own rows of a workgroup, whose gradients it sums: 32 a wave, of WMMA 16.
+        /// Rows of a workgroup whose gradients it sums: 32 per wave, or 16 with WMMA.
         pub rows: i32 = Takes::among(&[64, 128, 256]).tuned(),
         /// Walked rows of a block.
         pub columns: i32 = Takes::among(&[32, 64]).tuned(),
         /// Blocks in LDS at a time.
         pub stages: i32 = Takes::within(1, 2).tuned(),
-        /// Waves of a SIMD that the compiler leaves registers for.
+        /// Waves per SIMD for which the compiler must leave registers.
         pub waves: i32 = Takes::nothing(),
         /// How Q, K, V and dO are read.
         pub load: LoadPath = Takes::nothing(),
         /// How gradients are written.
         pub store: StorePath = Takes::nothing(),
-        /// Sums that the launch computes.
+        /// Which sums the launch computes.
         pub sums: BwdSums = Takes::nothing(),
         /// Bytes of LDS of a workgroup; the device's text asserts the number.
         pub lds_bytes: i32 = Takes::nothing(),
@@ -116,7 +114,7 @@ abi_struct! {
         pub head_dim_qk: i32,
         /// Elements of a value's or output's row.
         pub head_dim_v: i32,
-        /// The elementwise bias' type, as [`DType`] counts.
+        /// The elementwise bias' type, as a number of [`DType`].
         pub dtype_bias: i32,
         /// 1: probabilities are dropped.
         pub drops: i32,
@@ -124,18 +122,18 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Parameters of the launches of products under masks as data.
+    /// Parameters of the product launches under masks as data.
     pub struct MaskedBwdParams {
         /// Parameters of the launches without masks.
         pub bwd: MatrixBwdParams,
         /// The masks.
         pub masks: MaskDataParams,
-        /// Lists of the blocks that own rows walk.
+        /// Lists of the blocks that a workgroup's own rows see.
         pub list: TileList,
     }
 }
 
-/// A matrix unit's half of the kernel: its names, its text, its tiles.
+/// A matrix unit's part of a backward kernel: its names, its device text, its tiles.
 pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 'static {
     /// The kernel's name in plans and refusals.
     const NAME: &'static str;
@@ -151,7 +149,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const WAVE_ROWS: u32;
     /// Threads of a wave.
     const WAVE_THREADS: u32;
-    /// Number of elements to whose multiples rows are padded.
+    /// Number of elements to a multiple of which rows are padded.
     const LINE: u32;
 
     /// Checks that an architecture has the unit.
@@ -169,7 +167,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     /// Whether one launch sums dK and dV.
     fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, by: LoadsAndStores) -> bool;
 
-    /// The tile that a launch has where none is asked for; `lengths`: of queries and of keys.
+    /// The default tile of a launch; `lengths` are those of queries and keys.
     fn tile(
         spec: &MatrixBwdSpec,
         arch: Arch,
@@ -181,10 +179,10 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     /// Sets the fields of a tile that follow from the others.
     ///
     /// # Errors
-    /// A field, its number, and why the kernel has no such tile.
+    /// A field, its value, and why the kernel has no such tile.
     fn settled(tile: MatrixBwdTile) -> Result<MatrixBwdTile, Refusal>;
 
-    /// Bytes of LDS of so many walked rows of so many elements: as they are, and transposed.
+    /// Bytes of LDS of this many rows with this many elements: in their own layout, and transposed.
     fn form_bytes(rows: i32, elems: i32) -> (i32, i32);
 
     /// Attributes that limit a tile's registers for the compiler.
@@ -196,7 +194,8 @@ pub(crate) const fn num_threads<U: Unit>(tile: &MatrixBwdTile) -> u32 {
     tile.rows.unsigned_abs() / U::WAVE_ROWS * U::WAVE_THREADS
 }
 
-/// The tile with its bytes of LDS: walked rows lie there as they are for scores and dP, and transposed for sums.
+/// The tile with its bytes of LDS: rows of the other side lie there untransposed for scores and dP, and transposed
+/// for sums.
 pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -> MatrixBwdTile {
     let (makes_ds, makes_dv) = (i32::from(tile.sums.makes_ds()), i32::from(tile.sums.makes_dv()));
     let (scores, scores_transposed) = U::form_bytes(tile.columns, spec.head_dim_qk);
@@ -208,28 +207,29 @@ pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -
     tile
 }
 
-/// The backward as it was chosen for a problem.
+/// The backward kernel as chosen for a problem.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Backward<U> {
     unit: std::marker::PhantomData<U>,
     spec: MatrixBwdSpec,
     rows_spec: BwdSpec,
-    /// Under masks as data: whether a mask as code joins them.
+    /// `Some` under masks as data: whether the problem also has a mask as code.
     masks_rows: Option<bool>,
     /// Tiles of the launches of products, dQ's first.
     pub(crate) tiles: Vec<MatrixBwdTile>,
     workspace: BwdWorkspace,
-    /// A number for each KV head of each sequence, in front of the workspace: whether it has far queries.
+    /// Bytes of the flags at the start of the workspace: one for each KV head of each sequence, whether it has far
+    /// queries.
     far_bytes: u64,
-    /// Rows of the queries' statistics, each sequence's in whole words of 32.
+    /// Number of rows of the queries' statistics; each sequence's rows are rounded up to a multiple of 32.
     stats_rows: u64,
     rows: BwdRows,
 }
 
-/// Whether this kernel computes `problem` on `device`, and with which tiles.
+/// Checks that this kernel computes `problem` on `device`, and chooses its tiles.
 ///
 /// # Errors
-/// The field that it does not take, and its number.
+/// The field that it does not support, and its value.
 pub(crate) fn accept<U: Unit>(
     problem: &BwdProblem,
     device: Device,
@@ -303,7 +303,7 @@ pub(crate) fn accept<U: Unit>(
     })
 }
 
-/// Spec of the launches by rows. Under masks as data these ask a mask as code, too.
+/// Spec of the launches that work row by row. Under masks as data these also evaluate a mask as code.
 fn rows_spec(problem: &BwdProblem) -> BwdSpec {
     let mut spec = BwdSpec::of(problem);
     if !problem.fwd.masks.is_empty() {
@@ -312,7 +312,7 @@ fn rows_spec(problem: &BwdProblem) -> BwdSpec {
     spec
 }
 
-/// Spec of the products. Modified scores have one kernel for all modifiers and masks.
+/// Spec of the products. One kernel serves all modifiers of scores and all masks.
 fn spec<U: Unit>(problem: &BwdProblem) -> MatrixBwdSpec {
     let fwd = &problem.fwd;
     let dropout = fwd.drops();
@@ -397,7 +397,8 @@ impl<U: Unit> Backward<U> {
         u64::from(dims.batch) * u64::from(heads) * blocks
     }
 
-    /// Lists that a launch of products walks under masks as data: rows of what, and a tile's queries and keys.
+    /// The lists that a launch of products reads under masks as data: whether tiles are of queries or keys, and the
+    /// tile's numbers of queries and keys.
     pub(crate) fn list(&self, tile: &MatrixBwdTile) -> Option<(TileOf, [i32; 2])> {
         self.spec.masks.then_some(match tile.sums {
             BwdSums::Dq => (TileOf::Queries, [tile.rows, tile.columns]),
@@ -464,7 +465,7 @@ impl<U: Unit> Backward<U> {
         }
     }
 
-    /// Bytes of which an operand's address has to be a multiple.
+    /// Required alignment of an operand's address, in bytes.
     pub(crate) fn alignment(&self, problem: &BwdProblem, operand: Operand) -> u64 {
         let Some(tile) = self.tiles.first() else { return 1 };
         match operand {
@@ -478,7 +479,7 @@ impl<U: Unit> Backward<U> {
         }
     }
 
-    /// The kernel that takes any address; `None` where this one does.
+    /// The kernel that accepts any address; `None` if this one does.
     #[must_use]
     pub(crate) fn for_any_address(&self) -> Option<Self> {
         let LoadsAndStores { load, store } = LoadsAndStores::BY_ELEMENT;
@@ -503,7 +504,7 @@ impl<U: Unit> Backward<U> {
     }
 }
 
-/// `fmha/cdna/bwd/tile.h`: what this file shares with the device.
+/// `fmha/cdna/bwd/tile.h`: the types that this file shares with the device.
 pub(crate) fn tile_header() -> Header {
     let definitions = [
         BwdSums::c_definition(),

@@ -24,7 +24,7 @@ pub(crate) const HEADER: &str = "fmha/cdna/fwd.h";
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: i32 = 32;
 const WAVE_THREADS: i32 = 64;
-/// Queries of the smallest workgroup that the plan picks: a wave for each SIMD.
+/// Queries of the smallest workgroup that the plan chooses: one wave for each SIMD.
 const MIN_BLOCK_M: i32 = 128;
 const DWORD: i64 = 4;
 /// Bytes of the widest load of a lane.
@@ -32,12 +32,12 @@ const CHUNK: u64 = 16;
 /// Tiles of K, and of V, in LDS.
 const STAGES: i64 = 2;
 
-/// How workgroups come by their tiles. A tile is `block_m` queries of one head.
+/// How tiles are assigned to workgroups. A tile is `block_m` queries of one head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum TileOrder {
-    /// One tile a workgroup, in the hardware's order.
+    /// One tile for each workgroup, in the hardware's order.
     Single,
-    /// A workgroup walks over tiles by a stride, every second round backwards.
+    /// A workgroup processes several tiles at a fixed stride, in every second round in reverse order.
     Static,
 }
 
@@ -54,7 +54,8 @@ abi_spec! {
         pub load: LoadPath = Takes::nothing(),
         /// How O is written.
         pub store: StorePath = Takes::nothing(),
-        /// Dies that workgroups are dealt to in turn; neighbours in a head are kept on one.
+        /// Number of dies to which the hardware assigns workgroups round-robin; tiles of one head are kept on one
+        /// die.
         pub num_xcds: i32 = Takes::nothing(),
         /// Whether workgroups have one tile each or several.
         pub order: TileOrder = Takes::all().tuned(),
@@ -62,7 +63,7 @@ abi_spec! {
 }
 
 impl CdnaTile {
-    /// A tile of no kernel, into which named fields are read.
+    /// A tile that no kernel has, into which named fields are parsed.
     const UNSET: Self = Self {
         block_m: 0,
         block_n: 0,
@@ -81,14 +82,14 @@ pub(crate) struct Cdna {
     pub(crate) tile: CdnaTile,
     /// Why this order of tiles.
     why: Why,
-    /// Workgroups that walk over tiles; `None`: as many as the device holds.
+    /// Number of workgroups that process several tiles each; `None`: as many as the device holds.
     workgroups: Option<u32>,
 }
 
-/// Whether this kernel computes `problem` on `arch`, and with which tile.
+/// Checks that this kernel computes `problem` on `arch`, and chooses its tile.
 ///
 /// # Errors
-/// The field that it does not take, and its number.
+/// The field that it does not support, and its value.
 pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
     needs_mfma(arch, NAME)?;
@@ -121,7 +122,7 @@ pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions
     Ok(Cdna { spec, tile, why, workgroups: asked.workgroups })
 }
 
-/// `PlanOptions::tile`, read: what was asked for of a tile's fields, and of the launch.
+/// `PlanOptions::tile` after parsing: the tile's fields, and those of the launch, that the user has set.
 #[derive(Default)]
 struct Asked {
     block_m: Option<i32>,
@@ -153,10 +154,10 @@ impl Asked {
     }
 }
 
-/// Spec for which the kernel is compiled. A fact that its main loop does not need is a number at run time:
-/// exact head dims, O's type, the mode, LSE, sinks, the bounds of a band. Modified scores have one kernel for
-/// all modifiers, masks and sink columns, and rows of 64, 128, 192 (Q and K alone) and 256; so have rows that
-/// no wide load can read.
+/// Compile-time spec of the kernel. Facts that its main loop does not need are run-time parameters: exact head
+/// dims, O's type, batch or group mode, LSE, sinks, the bounds of a band. One kernel serves all modifiers, masks
+/// and sink columns of each padded row length (64, 128, 192 for Q and K alone, 256); so does one for rows that no
+/// wide load can read.
 pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     let by_element = load == LoadPath::Element;
     let dropout = by_element || problem.drops() || problem.dropout.write_keep_mask;
@@ -179,7 +180,7 @@ pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
         head_dim_v: padded(problem.dims.head_dim_v, &[64, 128, 256]),
         v_layout: if by_element { VLayout::RowMajor } else { problem.layout.v },
         mask: if banded { MaskKind::Band } else { MaskKind::Full },
-        // Without a lower bound nothing is hidden that a sink column could show.
+        // Without a lower bound no key is hidden that a sink column could show.
         sink_columns: modifies
             || masks
             || problem.mask.kind() == MaskKind::Band && problem.mask.sink_columns > 0,
@@ -191,7 +192,7 @@ pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
 
 fn tile(problem: &FwdProblem, arch: Arch, asked: &Asked) -> Result<CdnaTile, Refusal> {
     let block_m = asked.block_m.unwrap_or(MIN_BLOCK_M);
-    // The widest row that any kernel of the problem has; the kernel itself depends on the tile.
+    // The widest row of any kernel for the problem; the final row length depends on the tile.
     let widest = spec(problem, LoadPath::Element);
     let block_n = asked.block_n.unwrap_or_else(|| default_block_n(&widest, arch));
     let mut tile = CdnaTile {
@@ -217,25 +218,25 @@ fn tile(problem: &FwdProblem, arch: Arch, asked: &Asked) -> Result<CdnaTile, Ref
     Ok(tile)
 }
 
-/// Eight waves share the tiles of K and V: two waves a SIMD, and half of the loads, and of their registers, a
-/// wave. Four where rows are short and two workgroups fit, where there are few queries, and where a wave needs
-/// more than half of a SIMD's registers.
+/// Eight waves share the tiles of K and V: two waves per SIMD, and each wave has half of the loads and of their
+/// registers. Four waves are used for short rows of which two workgroups fit, for few queries, and where a wave
+/// needs more than half of a SIMD's registers.
 fn default_block_m(spec: &CdnaSpec, problem: &FwdProblem) -> i32 {
     let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
-    // Modified scores, masks as data and a column-major V take registers that eight waves do not have.
+    // Modified scores, masks as data and a column-major V need registers that eight waves do not leave.
     let busy = spec.modifies || spec.masks || spec.v_layout == VLayout::ColMajor;
     if short || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
 
-/// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
+/// The largest number of keys per step whose tiles fit the LDS and whose accumulators fit the registers.
 fn default_block_n(spec: &CdnaSpec, arch: Arch) -> i32 {
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
     if !wide && STAGES * stage_bytes(spec, 64) <= i64::from(arch.lds_bytes()) { 64 } else { 32 }
 }
 
-/// A tile of K and one of V in LDS, which have no gaps.
+/// Bytes of a tile of K and one of V in LDS, without gaps.
 fn stage_bytes(spec: &CdnaSpec, block_n: i32) -> i64 {
     let row = |dim: i32, dtype: DType| i64::from(dim) * dtype.size_bytes().cast_signed();
     i64::from(block_n) * (row(spec.head_dim_qk, spec.dtype_qk) + row(spec.head_dim_v, spec.dtype_v))
@@ -275,7 +276,7 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
             i64::from(v.dim) * v_size,
             v_size,
         ),
-        // A packed sequence may start at any key, so at any byte of the row.
+        // A packed sequence may start at any key, and so at any byte of a column-major row.
         VLayout::ColMajor => {
             problem.layout.kv == KvLayout::Strided
                 && fits(problem.strides.v, MAX_HEAD_DIM.into(), problem.strides.v.dim, DWORD, v_size)
@@ -313,14 +314,15 @@ fn num_tiles(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
 }
 
-/// Workgroups that a compute unit will hold, before the compiler has said what one takes.
+/// Number of workgroups that a compute unit is expected to hold, before the compiler has reported a workgroup's
+/// resources.
 fn expected_per_compute_unit(spec: &CdnaSpec, tile: &CdnaTile, arch: Arch) -> u32 {
     let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
     let two_fit = 2 * lds_bytes(spec, tile) <= i64::from(arch.lds_bytes());
     if short && two_fit && tile.block_m <= MIN_BLOCK_M { 2 } else { 1 }
 }
 
-/// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings.
+/// Waves per SIMD for which the compiler must leave registers: those of a single workgroup.
 fn waves_per_simd(tile: &CdnaTile) -> i32 {
     const SIMDS: i32 = 4;
     (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS

@@ -46,9 +46,10 @@ impl Unit for Mfma {
         LoadsAndStores::of(problem)
     }
 
-    /// Rows of 128 leave no registers for two waves a SIMD then: on gfx950, whose products take half as long, one wave
-    /// with four products a block is as fast as two with five; on the others it is not. Of 384 columns together gfx950
-    /// spills 4 to 35 registers. Rows of 256 and their transposes fill the LDS.
+    /// Whether one launch sums dK and dV together. With rows of 128 that leaves registers for only one wave per
+    /// SIMD. On gfx950, whose products take half the time, one wave with four products per block is as fast as two
+    /// waves with five; on other architectures it is slower. With 384 columns together gfx950 spills 4 to 35
+    /// registers. Rows of 256 and their transposes fill the LDS.
     fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, by: LoadsAndStores) -> bool {
         let widest = spec.head_dim_qk.max(spec.head_dim_v);
         if widest > 128 {
@@ -57,8 +58,9 @@ impl Unit for Mfma {
         widest <= 64 || arch == Arch::Gfx950 || is_busy(spec, by)
     }
 
-    /// Two waves a SIMD, each of which hides what the other waits for, where registers are left for them: eight waves
-    /// share the walked rows, or four where there are few own rows. Two stages where they fit the LDS.
+    /// The tile has two waves per SIMD if registers suffice, so that one computes while the other waits: eight
+    /// waves share the rows of the other side, or four if there are few own rows. Two stages are used if they fit
+    /// the LDS.
     fn tile(
         spec: &MatrixBwdSpec,
         arch: Arch,
@@ -82,9 +84,9 @@ impl Unit for Mfma {
             lds_bytes: 0,
         };
         let tile = with_lds::<Self>(tile, spec);
-        // A compute unit is to hold two workgroups of four waves, each with half of the registers.
+        // Two workgroups of four waves should fit a compute unit, each with half of the registers.
         let groups = if waves == 2 && rows == 128 { 2 } else { 1 };
-        // Two steps in a row take scalar registers, which modifiers need.
+        // Unrolling two steps takes scalar registers, which modifiers need.
         if groups * tile.lds_bytes.unsigned_abs() <= arch.lds_bytes() && !is_busy(spec, by) {
             return tile;
         }
@@ -108,7 +110,7 @@ impl Unit for Mfma {
     }
 }
 
-/// Whether modifiers or loads of single elements take the registers of a second wave.
+/// Whether modifiers or loads of single elements need the registers of a second wave.
 fn is_busy(spec: &MatrixBwdSpec, by: LoadsAndStores) -> bool {
     spec.modifies || spec.masks || by.load == LoadPath::Element
 }

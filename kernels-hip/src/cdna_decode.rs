@@ -1,9 +1,7 @@
-//! `cdna_decode`: short queries over long, paged and quantised caches, on MFMA.
-//!
-//! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch
-//! behind merges the parts. Of head dimensions above 256, four waves have a quarter of the columns each:
-//! latent attention (576/512) reads K once for its values too, and no other kernel takes such rows at any
-//! length.
+//! The kernel `cdna_decode`, for short queries over long, paged and quantised caches, on MFMA. A wave has 32 rows
+//! (pairs of a query and a head of one KV head's group) and a part of the keys; a second launch merges the parts.
+//! For head dimensions above 256 four waves have a quarter of the columns each. Latent attention (576/512) reads K
+//! once and uses it as V too; no other kernel supports such rows at any length.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::fields::{Fields as _, Takes};
@@ -38,23 +36,23 @@ const WAVE_THREADS: u32 = 64;
 const EDGE: u32 = 32;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
-/// Head dimensions of latent attention: of its keys, and of the values in them.
+/// Head dimensions of latent attention: of its keys, and of the values inside the keys.
 const LATENT: [(u32, u32); 2] = [(576, 512), (512, 512)];
-/// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
-/// KB, of which the partial results of eight rows, written and read, are 12 %.
+/// Fewest keys of a part by default: at head dimension 128 in 16 bits their K and V are 64 KB, and writing and
+/// reading the partial results of eight rows adds 12 % to that.
 const LEAST_KEYS: u32 = 128;
-/// Least keys of a part of rows that waves share: 256 latent keys are 295 KB, of which the results of 32 rows
-/// are 44 %, those of 16 rows half as much.
+/// Fewest keys of a part if waves share rows: 256 latent keys are 295 KB, and the partial results of 32 rows add 44
+/// % to that, those of 16 rows half as much.
 const LEAST_SHARED_KEYS: u32 = 256;
-/// Waves that a SIMD is to have, so that one's loads are under way while the other computes.
+/// Waves per SIMD to aim at, so that one wave's loads are in flight while the other computes.
 const WAVES_OF_A_SIMD: u32 = 2;
 const SIMDS: u32 = 4;
 const SHARED_GROUPS_OF_A_UNIT: u32 = WAVES_OF_A_SIMD * SIMDS / COLUMN_WAVES;
 
 abi_spec! {
-    /// Spec that a decode kernel is compiled for.
+    /// Compile-time spec of a decode kernel.
     pub struct CdnaDecodeSpec {
-        /// Type of Q, and of K and V when they are multiplied.
+        /// Type of Q, and of K and V as operands of products.
         pub dtype: DType,
         /// K and V in memory.
         pub stored: DType,
@@ -62,30 +60,31 @@ abi_spec! {
         pub head_dim_qk: i32,
         /// Elements of a value's or output's row, padded to 32, 64, 128, 256 or 512.
         pub head_dim_v: i32,
-        /// Waves that share the columns of their rows: 4 where a row is longer than 256, else 1.
+        /// Number of waves that share the columns of a row: 4 if a row is longer than 256, otherwise 1.
         pub column_waves: i32,
-        /// Whether V is the first 512 columns of K, which are read once for both.
+        /// Whether V is the first 512 columns of K, so that K is read once for both.
         pub v_in_k: bool,
-        /// Whether a query's or key's row ends before it is padded to.
+        /// Whether a row of Q or K is shorter than its padded length.
         pub ends_early: bool,
         /// Whether there may be a soft-cap, a bias or slopes.
         pub modifies: bool,
         /// Way of loading Q, K and V.
         pub load: LoadPath,
-        /// Whether keys are those that a list of each token names.
+        /// Whether each token's keys come from a list.
         pub listed: bool,
-        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; 0: rows are of `stored`.
+        /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes; 0 if rows have elements of type
+        /// `stored`.
         pub row_bytes: i32,
     }
 }
 
 abi_spec! {
-    /// Tile of the decode kernel: how it computes.
+    /// Tile of the decode kernel: its tuning parameters.
     pub struct CdnaDecodeTile {
         /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
-        /// Equal stretches of all sequences' keys, each walked by a piece of work for each block of rows of each KV
-        /// head; 0: parts of each sequence's keys.
+        /// Number of equal stretches into which all sequences' keys are cut together. For each block of rows and KV
+        /// head one work item reads a stretch. 0: each sequence's keys are cut into parts instead.
         pub shares: i32 = Takes::within(0, MOST_SHARES as i32),
     }
 }
@@ -95,13 +94,14 @@ abi_struct! {
     pub struct CdnaDecodeParams {
         /// The call.
         pub call: CdnaParams,
-        /// The parts' O, `[parts, num_heads_q, seqlen_q]` rows of padded length: part n of a sequence is part
-        /// `n * batch` and its number of all; of stretches, the stretch's and its number.
+        /// O of the parts, `[parts, num_heads_q, seqlen_q]` rows of padded length. With parts, the index is the
+        /// part's number times the batch plus the sequence; with stretches, it follows from the stretch and the
+        /// part within it.
         pub o: DevPtr<f32>,
-        /// Maximum and sum of each row of the parts.
+        /// Maximum and sum of exponentials of each row of the parts.
         pub stats: DevPtr<f32>,
-        /// Record of how shares were dealt, which the first launch leaves for the second (`pieces.h`); null:
-        /// each piece has a part.
+        /// Record of how stretches were assigned, which the first launch writes for the second (`pieces.h`); null
+        /// if each work item has one part.
         pub shares: DevPtr<i32>,
         /// u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
         pub tree_mask: DevPtr<u32>,
@@ -113,19 +113,20 @@ abi_struct! {
         pub part_keys: i32,
         /// Parts of the longest sequence, or stretches.
         pub num_parts: i32,
-        /// Pieces of which each compute unit has one workgroup's.
+        /// Number of work items when each compute unit has one workgroup of them.
         pub round: i32,
         /// Blocks of rows of the longest query.
         pub row_blocks: i32,
-        /// Pieces of work of the first launch: a wave each, or a workgroup of waves that share rows.
+        /// Number of work items of the first launch: each is a wave, or a workgroup of waves that share rows.
         pub num_waves: i32,
         /// Waves of a workgroup.
         pub waves_of_group: i32,
-        /// Dies that pieces of other keys are dealt to in turn; those of the same keys are kept on one.
+        /// Number of dies to which work items with different keys are assigned round-robin; items with the same
+        /// keys stay on one die.
         pub num_xcds: i32,
-        /// Keys whose number decides P's scale; 0: those of the sequence.
+        /// Number of keys that determines P's scale; 0: that of the sequence.
         pub scale_keys: i32,
-        /// Word that makes the size a multiple of eight bytes.
+        /// Padding that makes the size a multiple of eight bytes.
         pub reserved: i32,
     }
 }
@@ -150,19 +151,21 @@ pub(crate) struct CdnaDecode {
     num_xcds: u32,
 }
 
-/// Waves of a workgroup of so many blocks of rows.
+/// Number of waves in a workgroup for this many blocks of rows.
 fn waves_of_rows(row_blocks: u64) -> u32 {
     row_blocks.clamp(1, MOST_WAVES.into()) as u32
 }
 
-/// Dies among which so many sets of keys are dealt out evenly: a power of two, at most the architecture's.
+/// Number of dies among which this many sets of keys are spread evenly: a power of two, at most the architecture's
+/// number.
 fn dies(sets_of_keys: u64, arch: Arch) -> u32 {
     1 << sets_of_keys.trailing_zeros().min(arch.num_xcds().unsigned_abs().trailing_zeros())
 }
 
 fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
     let dims = problem.dims;
-    // A wave has whole steps of 16 columns; of quantised caches too, whose sums are those of the same cache in 16 bits.
+    // Each wave has whole steps of 16 columns. This holds for quantised caches too, whose sums must equal those of
+    // a 16-bit cache.
     let (column_waves, whole_qk) =
         if shares_rows(problem) { (COLUMN_WAVES, EDGE / 2 * COLUMN_WAVES) } else { (1, EDGE) };
     let padded = |dim: u32| dim.max(1).next_multiple_of(whole_qk) as i32;
@@ -176,7 +179,8 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
         head_dim_qk: padded(dims.head_dim_qk),
         head_dim_v,
         column_waves: column_waves as i32,
-        // FP8 K and V have a descale each, so their columns are widened apart and V is not read from K's block.
+        // FP8 K and V have a descale each, so their columns are converted separately and V is not taken from K's
+        // block.
         v_in_k: wide
             && problem.cache.v_in_k
             && problem.cache.dtype.is_none()
@@ -189,7 +193,8 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
     }
 }
 
-/// Whether rows are whole chunks, a lane's run of V, so many columns, is one load, and all of them begin on dwords.
+/// Whether wide loads are possible: rows are whole chunks, a lane's part of V (this many columns) is one load, and
+/// every row begins at a dword.
 fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
     let elems_of_chunk = 16 / problem.stored_k().size_bytes() as u32;
     problem.layout.v == VLayout::RowMajor
@@ -200,10 +205,9 @@ fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
 }
 
 impl CdnaDecode {
-    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's
-    /// cache; others are workgroups of their own, so that few of them are dealt to many compute units.
-    ///
-    /// Waves that share their rows' columns have one piece of work.
+    /// Number of waves in a workgroup. Waves with the same keys for other rows form a workgroup and share its
+    /// compute unit's cache; other waves are separate workgroups, so that few of them spread over many compute
+    /// units. Waves that share the columns of rows are one work item.
     fn waves_of_group(&self) -> u32 {
         if self.column_waves() > 1 { 1 } else { waves_of_rows(self.parts.row_blocks.into()) }
     }
@@ -277,10 +281,10 @@ impl Split for CdnaDecode {
     }
 
     fn source(&self) -> KernelSource {
-        // Rows of 256 take more than half of a SIMD's registers, the quarters of longer ones do not.
+        // Rows of 256 need more than half of a SIMD's registers; the quarters of longer rows do not.
         let is_wide = self.spec.head_dim_qk.max(self.spec.head_dim_v) > 128;
-        // Modifiers beside the places of a list would spill: 16 registers of gfx950's at head dimension 128, 40 of
-        // gfx90a's at 576.
+        // Modifiers together with list indices would spill: 16 registers on gfx950 at head dimension 128, 40 on
+        // gfx90a at 576.
         let is_busy =
             self.spec.listed && self.spec.modifies && self.spec.head_dim_qk.max(self.spec.head_dim_v) > 64;
         let waves = if is_busy || is_wide && self.column_waves() == 1 { 1 } else { WAVES_OF_A_SIMD };
@@ -340,7 +344,7 @@ impl Split for CdnaDecode {
     }
 }
 
-/// `fmha/cdna/decode/tile.h`: what this file shares with the device.
+/// `fmha/cdna/decode/tile.h`: the types that this file shares with the device.
 pub(crate) fn tile_header() -> Header {
     let definitions =
         [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition(), ListDecodeParams::c_definition()];

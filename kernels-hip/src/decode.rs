@@ -1,5 +1,5 @@
-//! Code that the decode kernels share: rows of a group and parts of the keys as pieces of work, the launch
-//! behind that merges the parts, and the recipe ([`recipe`]).
+//! Code that the decode kernels share: work items of some rows and a part of the keys, the second launch that
+//! merges the parts, and the recipe ([`recipe`]).
 
 mod cut;
 pub(crate) mod recipe;
@@ -22,27 +22,27 @@ use crate::forward::params;
 use crate::{CDNA, cdna, rdna};
 
 const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
-/// Waves of a workgroup of the launch behind.
+/// Waves of a workgroup of the merging launch.
 const MERGE_WAVES: u32 = 4;
-/// Queries of a call that has its keys in one piece, at most: longer ones are the forward kernel's.
+/// Most queries of a call that decode computes with unsplit keys: longer ones use the forward kernel.
 const SHORT_QUERY: u32 = 64;
-/// Keys of such a call, at least: of fewer the forward kernel is done in one launch.
+/// Fewest keys of such a call: with fewer keys the forward kernel needs only one launch.
 const LONG_CACHE: u32 = 512;
-/// Words before those of sequences, of how shares were dealt (`cdna/decode/pieces.h`).
+/// Words of the record of stretches before the sequences' words (`cdna/decode/pieces.h`).
 const SHARES_HEADER: u64 = 2;
 
-/// Most elements of a row that a wave has alone.
+/// Most elements of a row that a single wave handles.
 const WAVE_HEAD_DIM: u32 = 256;
-/// Head dimensions of the longest rows that waves share. On CDNA a wave then has 144 columns of Q and 128 of
-/// O, as registers allow.
+/// Head dimensions of the longest rows that waves share. On CDNA registers limit a wave to 144 columns of Q and 128
+/// of O.
 const MAX_HEAD_DIM_QK: u32 = 576;
 const MAX_HEAD_DIM_V: u32 = 512;
 const DWORD: i64 = 4;
 
-/// Refusals that no tile would change.
+/// Refuses problems that the kernel supports with no tile.
 ///
 /// # Errors
-/// In `kernel`'s name, the field that it does not take, and its number.
+/// The field that `kernel` does not support, and its value.
 pub(crate) fn takes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Refusal> {
     let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
@@ -66,8 +66,8 @@ pub(crate) fn takes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Re
     cache_update::takes(problem, kernel)
 }
 
-/// The problem whose rows and keys are cut into pieces of work: over lists, each token as a sequence of one query,
-/// whose keys are the places of its list.
+/// The problem whose rows and keys are cut into work items. With lists, each token counts as a sequence of one
+/// query whose keys are the entries of its list.
 pub(crate) fn walked(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
     match problem.lists {
         Some(_) => Cow::Owned(lists::of_tokens(problem)),
@@ -85,13 +85,12 @@ pub(crate) const fn entry_argument(listed: bool) -> &'static str {
     if listed { "p.decode" } else { "p" }
 }
 
-/// Whether a row is longer than what a wave has alone.
+/// Whether a row is too long for one wave, so that waves share it.
 pub(crate) fn shares_rows(problem: &FwdProblem) -> bool {
     problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
 }
 
-/// Whether all rows of Q, K and V begin on dwords where the first one does, those of the cache in elements of
-/// so many bytes.
+/// Whether all rows of Q, K and V begin at dwords if the first one does; cache elements have this many bytes.
 pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool {
     let cache_bytes = cache_bytes.cast_signed();
     let whole = |strides: Strides, shape: Shape, bytes: i64| {
@@ -123,24 +122,24 @@ pub(crate) struct Parts {
     pub(crate) pieces: u32,
     /// Words of how shares were dealt.
     dealt_words: u64,
-    /// Whether a row's bits are to be those of its own keys, whatever the call has besides.
+    /// Whether the plan promises row invariance: the bits of a row depend on its own keys alone.
     pub(crate) row_invariant: bool,
     /// Whether the keys are places of tokens' lists.
     listed: bool,
 }
 
-/// Keys of a sequence, at most, where rows are to have the same bits in each call: P's scale is one for all lengths.
+/// Most keys of a sequence in a row-invariant plan: P's scale is one constant for all lengths.
 const MOST_INVARIANT_KEYS: u32 = (1 << 24) - 1;
 
-/// Bytes of parts at most where rows are to have the same bits in each call: all rows' parts lie in the workspace at
-/// once, so they grow with the square of the length.
+/// Most bytes of parts in a row-invariant plan: all rows' parts lie in the workspace at once, so they grow with the
+/// square of the length.
 const MOST_INVARIANT_BYTES: u64 = 16 << 30;
 
 impl Parts {
-    /// The pieces of keys that are cut so.
+    /// The work items of this cut.
     ///
     /// # Errors
-    /// In `kernel`'s name, numbers that no grid has.
+    /// Numbers that exceed a grid, as a refusal of `kernel`.
     pub(crate) fn of(
         kernel: &'static str,
         problem: &FwdProblem,
@@ -173,7 +172,7 @@ impl Parts {
         };
         let cuts = if shares > 0 { 1 } else { batch };
         let pieces = of_sequence.saturating_mul(cuts).saturating_mul(num_parts.into());
-        // The merge has a workgroup for each row.
+        // The merging launch has one workgroup for each row.
         let most = u64::from(u32::MAX / merge_threads(arch));
         if pieces > most || rows > most {
             refuse!(
@@ -211,7 +210,7 @@ impl Parts {
         Ok(parts)
     }
 
-    /// Bytes of the parts, and behind them of how shares were dealt.
+    /// Bytes of the parts, followed by the record of stretches.
     pub(crate) fn workspace_bytes(&self) -> u64 {
         self.dealt_at().saturating_add(4 * self.dealt_words)
     }
@@ -272,7 +271,7 @@ impl Parts {
         }
     }
 
-    /// Fields of the pieces that a plan prints.
+    /// Fields of the work items that a plan prints.
     pub(crate) fn details(&self, problem: &FwdProblem) -> [(&'static str, String); 2] {
         let Self { cut, row_blocks, num_parts, .. } = self;
         let ratio = problem.gqa_ratio();
@@ -294,7 +293,7 @@ impl Parts {
     }
 }
 
-/// Field of a plan that says where the keys come from.
+/// Field of a plan that tells where the keys come from.
 pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)> {
     let mut details = Vec::new();
     if problem.stored_k() != problem.dtypes.qk {
@@ -317,21 +316,21 @@ pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)>
     details
 }
 
-/// Blocks of so many rows of the longest query of a group.
+/// Number of blocks of this many rows in the longest query of a group.
 pub(crate) fn row_blocks(problem: &FwdProblem, block_rows: u32) -> u64 {
     (u64::from(problem.dims.seqlen_q) * u64::from(problem.gqa_ratio())).div_ceil(block_rows.into())
 }
 
-/// Threads of a workgroup of the launch behind.
+/// Threads of a workgroup of the merging launch.
 pub(crate) const fn merge_threads(arch: Arch) -> u32 {
     MERGE_WAVES * arch.wave_threads()
 }
 
-/// Calls that the forward kernel of the architecture takes as well, and is as fast at, or whose bits would
-/// else depend on how many queries come at once.
+/// Refuses calls that the architecture's forward kernel supports and computes as fast, or whose bits would
+/// otherwise depend on the number of queries per call.
 ///
 /// # Errors
-/// In `kernel`'s name, why the call is left to it.
+/// Why the call is left to the forward kernel.
 pub(crate) fn leaves_to_forward(
     kernel: &'static str,
     problem: &FwdProblem,
@@ -343,7 +342,7 @@ pub(crate) fn leaves_to_forward(
         true => (rdna::NAME, rdna::accept(problem, device, &whole).is_ok()),
         false => (cdna::NAME, cdna::accept(problem, device, &whole).is_ok()),
     };
-    // One kernel has all calls where rows are to have the same bits in each: the forward reads no pages.
+    // A row-invariant plan uses one kernel for all calls, and the forward kernel reads no pages.
     let is_left = is_taken && problem.lists.is_none();
     if options.kernel.as_deref() == Some(kernel) || !is_left || options.row_invariant {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Facts of a device that recipes use, and how many workgroups it holds.
+//! Facts of a device that recipes use, and how many workgroups the device holds.
 
 use fmha_core::source::{KernelSource, Literal};
 use fmha_core::tune::TunedTiles;
@@ -25,14 +25,15 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Workgroups of so many threads that it holds at a time, of a kernel that takes so much.
+    /// Number of workgroups of this many threads that the device holds at a time, for a kernel with these
+    /// resources.
     pub(crate) fn workgroups_at_once(&self, usage: Option<&ResourceUsage>, threads: u32) -> u64 {
         let per_compute_unit = usage.map_or(1, |usage| self.arch.workgroups_per_compute_unit(usage, threads));
         (self.num_compute_units * per_compute_unit).into()
     }
 }
 
-/// A backend that the recipes here serve.
+/// A backend whose facts the recipes in this crate use.
 pub trait Amd: Vendor<Facts = DeviceFacts> {}
 
 impl<V: Vendor<Facts = DeviceFacts>> Amd for V {}
@@ -46,7 +47,7 @@ pub struct DeviceFacts {
 }
 
 impl DeviceFacts {
-    /// The architecture, which a compiler's options follow.
+    /// The architecture, from which the compiler's options follow.
     #[must_use]
     pub fn arch(&self) -> Arch {
         self.device.arch
@@ -56,7 +57,7 @@ impl DeviceFacts {
     /// of its own.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture that the kernels do not know; a value of
+    /// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture without kernels; a value of
     /// `FMHA_CACHE_DIR` that is not UTF-8.
     pub fn of<V: Amd>(
         name: &str,
@@ -68,7 +69,7 @@ impl DeviceFacts {
         let tuned = if emulated {
             TunedTiles::default()
         } else {
-            // Name that tiles are kept under.
+            // The device name under which measured tiles are stored.
             let device = format!("{}, {}, {num_compute_units} compute units", name, arch.name());
             TunedTiles::load(&device, &tuned_kernels::<V>(), &crate::headers())?
         };
@@ -114,14 +115,14 @@ impl Facts for DeviceFacts {
         row_launch(self.device, at, kernel, spec, rows)
     }
 
-    /// Lays out a kernel whose workgroups have one piece of work each.
+    /// Adjusts the launch of a kernel whose workgroups have one work item each.
     fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
         launch.tiles_at_once = self.device.workgroups_at_once(usage, launch.grid.threads);
     }
 }
 
-/// A launch of which nothing is known but its workgroups: what a compiled kernel takes of a compute unit says how many
-/// of them there are room for.
+/// A launch described only by its workgroups: how many run at a time follows later from the compiled kernel's
+/// resources.
 pub(crate) fn launch(
     stage: Stage,
     kernel: &'static str,
@@ -134,7 +135,7 @@ pub(crate) fn launch(
     Launch { stage, kernel, source, grid, shared_bytes: 0, tiles: groups, tiles_at_once: 1 }
 }
 
-/// A kernel on WMMA runs on RDNA, one on MFMA on CDNA alone.
+/// Checks that the architecture has the kernel's matrix unit: WMMA on RDNA, MFMA on CDNA.
 ///
 /// # Errors
 /// The architecture.

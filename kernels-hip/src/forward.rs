@@ -1,5 +1,5 @@
-//! Common parts of the forward kernels, `cdna_fwd` and `rdna_fwd`: what they take, the parameters of a
-//! launch, and the recipe ([`recipe`]).
+//! Common parts of the forward kernels `cdna_fwd` and `rdna_fwd`: supported problems, launch parameters, and the
+//! recipe ([`recipe`]).
 
 pub(crate) mod recipe;
 
@@ -15,7 +15,7 @@ use crate::cdna::{CdnaTile, TileOrder};
 use crate::device::refuse;
 use crate::paths::{LoadPath, StorePath};
 
-/// Which types of O a kernel writes; which of them a call wants is in [`CdnaParams`].
+/// Which types of O a kernel can write; [`CdnaParams`] selects the call's type among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum OutputKind {
     /// f32, f16 or bf16.
@@ -29,8 +29,8 @@ pub(crate) enum OutputKind {
 abi_enum!(OutputKind { Wide, Fp8, Any });
 
 abi_spec! {
-    /// Spec for which a forward kernel is compiled, on MFMA or WMMA: the facts that change its main loop's
-    /// instructions. Everything else of a problem is a parameter.
+    /// Compile-time spec of a forward kernel, on MFMA or WMMA: facts that change its main loop's instructions.
+    /// Everything else of a problem is a run-time parameter.
     pub struct CdnaSpec {
         /// Q and K.
         pub dtype_qk: DType,
@@ -44,7 +44,7 @@ abi_spec! {
         pub head_dim_v: i32,
         /// Which axis of V has stride 1.
         pub v_layout: VLayout,
-        /// `Full`: no band. Any other: the band of the call, bounded or not.
+        /// `Full`: no band. Any other value: the call's band, whose bounds are parameters.
         pub mask: MaskKind,
         /// Whether there may be sink columns.
         pub sink_columns: bool,
@@ -52,7 +52,7 @@ abi_spec! {
         pub modifies: bool,
         /// Whether there may be dropout, or its mask to write.
         pub dropout: bool,
-        /// Whether lists of tiles say which keys are walked: masks as data, and a mask as code beside them.
+        /// Whether lists of tiles select the keys: with masks as data, and with a mask as code in addition.
         pub masks: bool,
     }
 }
@@ -66,7 +66,7 @@ abi_struct! {
         pub head_dim_qk: i32,
         /// Elements of a value's or output's row.
         pub head_dim_v: i32,
-        /// O's type, as [`DType`] counts.
+        /// O's type, as a number of [`DType`].
         pub dtype_o: i32,
         /// The elementwise bias' type, as [`DType`] counts.
         pub dtype_bias: i32,
@@ -94,11 +94,11 @@ pub(crate) fn modifies_score(problem: &FwdProblem) -> bool {
 
 pub(crate) const MAX_HEAD_DIM: u32 = 256;
 
-/// Checks that the architecture's matrix instructions have the problem's types, and that its tensors are as
-/// both kernels read them.
+/// Checks that the architecture's matrix instructions support the problem's types, and that both kernels can read
+/// its tensors' layouts.
 ///
 /// # Errors
-/// The field that `kernel` does not take, and its number.
+/// The field that `kernel` does not support, and its value.
 pub(crate) fn takes(problem: &FwdProblem, arch: Arch, kernel: &'static str) -> Result<(), Refusal> {
     problem.refuse_mixed_layouts(kernel)?;
     problem.refuse_cache_updates(kernel)?;
@@ -140,7 +140,7 @@ pub(crate) fn entry_params(spec: &CdnaSpec) -> &'static str {
     if spec.masks { "MaskedCdnaParams p" } else { "CdnaParams p" }
 }
 
-/// The kernel's own argument among them.
+/// The kernel's own argument among the entry's parameters.
 pub(crate) fn entry_argument(spec: &CdnaSpec) -> &'static str {
     if spec.masks { "p.cdna" } else { "p" }
 }
@@ -148,7 +148,7 @@ pub(crate) fn entry_argument(spec: &CdnaSpec) -> &'static str {
 /// Required alignment of an operand's address for a forward tile kernel, in bytes, from the bytes of its
 /// loads and the kind of its stores.
 pub(crate) fn alignment(problem: &FwdProblem, operand: Operand, (load, store): (u64, StorePath)) -> u64 {
-    // A quantised cache is read where it was widened, in the workspace.
+    // A quantised cache is read from the workspace, where it was converted, so its own address does not matter.
     let as_it_lies = problem.cache.dtype.is_none();
     match operand {
         Operand::Q => load,
@@ -158,7 +158,7 @@ pub(crate) fn alignment(problem: &FwdProblem, operand: Operand, (load, store): (
     }
 }
 
-/// `fmha/cdna/tile.h`: what this file and `cdna_fwd`'s share with the device.
+/// `fmha/cdna/tile.h`: the types that this file and `cdna_fwd`'s share with the device.
 pub(crate) fn tile_header() -> Header {
     let definitions = [
         LoadPath::c_definition(),

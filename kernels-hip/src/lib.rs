@@ -1,12 +1,12 @@
-//! Device text of the AMD kernels: freestanding HIP C++ that needs no ROCm header, embedded so that
-//! a program can compile it wherever it finds clang or hipRTC.
+//! Device text of the AMD kernels: freestanding HIP C++ without ROCm headers, embedded so that any program with
+//! clang or hipRTC can compile it.
 //!
-//! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma` (typed
-//! tiles) below `cdna` (forward, decode, backward), `rdna` (the same) and `combine.h`. What all vendors share
-//! comes from [`fmha_core::source`].
+//! The layers of the text are: `isa` (one instruction, one function) below `mma` (typed tiles) below `cdna`
+//! (forward, decode, backward), `rdna` (the same) and `combine.h`. What all vendors share comes from
+//! [`fmha_core::source`].
 //!
-//! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid, its launches, for any
-//! backend that is [`Amd`].
+//! The crate also has each kernel's recipe for any backend that is [`Amd`]: supported problems, tile, entry, grid
+//! and launches.
 
 mod arch;
 mod backward;
@@ -54,7 +54,7 @@ pub fn headers() -> Vec<Header> {
     headers
 }
 
-/// Namespace beside `fmha` that entries on MFMA use, and those on WMMA too, which share CDNA's scalar text.
+/// Namespace, besides `fmha`, for entries on MFMA, and on WMMA too, since these share CDNA's scalar text.
 const CDNA: &str = "using namespace fmha::cdna;";
 const RDNA: &str = "using namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;";
 
@@ -64,7 +64,7 @@ fn source(entry: &Entry<'_>, names: &str) -> KernelSource {
     KernelSource::new(text, headers)
 }
 
-/// The attribute of a kernel whose workgroups have so many threads.
+/// The attribute of a kernel whose workgroups have this many threads.
 fn group_of(threads: u32) -> String {
     format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))")
 }

@@ -1,7 +1,7 @@
-//! `cdna_lists`: the backward over lists of keys, on MFMA (`fmha/cdna/bwd/lists.h`).
-//!
-//! A launch before computes LSE and delta of each query, one has dQ of a token's heads, one has ranges of keys, to
-//! whose dK and dV nothing else adds, and one behind scales and rounds these. All sums have one order.
+//! The kernel `cdna_lists`: the backward over lists of keys, on MFMA (`fmha/cdna/bwd/lists.h`). A first launch
+//! computes LSE and delta of each query. In the second a workgroup computes dQ of a token's heads. In the third a
+//! workgroup alone sums dK and dV of a range of keys, and a last launch scales and rounds these. All sums have a
+//! fixed order.
 
 use fmha_core::abi::{AbiStruct as _, BwdParams};
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
@@ -24,16 +24,16 @@ use crate::{CDNA, rows};
 pub(crate) const NAME: &str = "cdna_lists";
 
 const HEADER: &str = "fmha/cdna/bwd/lists.h";
-/// Most elements of a row of Q and K, and of V: a wave has a quarter of their sums in registers.
+/// Most elements of a row of Q and K, then of V: a wave has a quarter of their sums in registers.
 const MAX_HEAD_DIM_QK: u32 = 576;
 const MAX_HEAD_DIM_V: u32 = 512;
 const WAVES: u32 = 4;
 const THREADS: u32 = 64 * WAVES;
 /// Heads of a workgroup, and columns of a wave's block.
 const EDGE: u32 = 32;
-/// Keys of a workgroup, at least and at most; the most take 8 KB of LDS beside 32 KB of sums.
+/// Fewest and most keys of a workgroup; the most take 8 KB of LDS besides 32 KB of sums.
 const RANGES: (u64, u64) = (64, 1024);
-/// Workgroups of keys that a compute unit is to have.
+/// Workgroups of keys to aim at for each compute unit.
 const GROUPS_OF_A_UNIT: u64 = 2;
 const DWORD: u64 = 4;
 
@@ -87,7 +87,7 @@ fn accepts(problem: &ValidBwd) -> std::result::Result<(), Refusal> {
     Ok(())
 }
 
-/// Keys of a workgroup: so many that each compute unit has its workgroups. No sum depends on it.
+/// Number of keys of a workgroup, chosen so that each compute unit has enough workgroups. No sum depends on it.
 fn range(problem: &ValidBwd, num_units: u32) -> u64 {
     let keys = BwdRows::of(problem).keys;
     let even = keys.div_ceil(GROUPS_OF_A_UNIT * u64::from(num_units.max(1)));
@@ -219,15 +219,15 @@ impl<V: Amd> Kernel<ValidBwd, V> for ListsBwd {
             let mut apart = [(&raw mut bwd).cast(), (&raw mut lists).cast()];
             let mut together = [(&raw mut params).cast()];
             let arguments = if step.stage == Stage::Prepare { &mut apart[..] } else { &mut together[..] };
-            // SAFETY: the launch before takes BwdParams and ListParams, the others one ListsBwdParams; core saw that
-            // their memory covers the problem, and the workspace is as large as the plan said.
+            // SAFETY: the first launch takes BwdParams and ListParams, the others one ListsBwdParams; core saw that
+            // their memory covers the problem, and the workspace is as large as the plan says.
             unsafe { step.launch(arguments, call.stream)? };
         }
         Ok(())
     }
 }
 
-/// `fmha/cdna/bwd/lists_tile.h`: what this file shares with the device.
+/// `fmha/cdna/bwd/lists_tile.h`: the types that this file shares with the device.
 pub(crate) fn tile_header() -> Header {
     let definitions = [ListsBwdParams::c_definition()];
     Header::shared(

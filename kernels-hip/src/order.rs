@@ -1,8 +1,7 @@
-//! Whether a workgroup has one tile or walks over several: decided by simulating both.
-//!
-//! A model, never measured. One tile a workgroup: a die's dispatcher gives the next one to the place that is
-//! free first. A stride: fixed beforehand, every second round backwards. What ends first wins; the stride has
-//! to win by [`WORTH_PERCENT`].
+//! Decides by a simulation whether a workgroup has one tile or several. A model, never measured. With one tile
+//! each, a die's dispatcher gives the next workgroup to the place that becomes free first. With several, tiles have
+//! a fixed stride, in every second round in reverse order. The order that ends first is taken; the stride must be
+//! faster by [`WORTH_PERCENT`].
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -13,20 +12,20 @@ use fmha_core::{FwdProblem, KvLayout, QLayout};
 
 use crate::cdna::TileOrder;
 
-/// A step of the main loop: the unit is a quarter of it, about half a microsecond of an MI300X at D 128.
+/// Time of a step of the main loop in the model's unit, about half a microsecond on an MI300X at D 128.
 const STEP: u64 = 4;
-/// Cost of a tile beside its steps: its first loads, half a step of products before the loop and half behind
-/// it, O. Assumed.
+/// Time of a tile besides its steps: first loads, half a step of products before the loop and half after it, and
+/// storing O. Assumed.
 const AROUND: u64 = 8;
-/// Time from a workgroup's last instruction to the first of the next one in its place. Assumed.
+/// Time from a workgroup's last instruction to the first instruction of its successor. Assumed.
 const LAUNCH: u64 = 1;
-/// Gain by which the stride has to be ahead of a dispatcher that knows what the model does not: clocks, the
-/// other tenants of a device, what memory did.
+/// Gain in per cent that the stride needs, since a dispatcher adapts to what the model leaves out: clocks, other
+/// programs on the device, memory delays.
 const WORTH_PERCENT: u64 = 2;
-/// Most rounds that are simulated; more rounds behave alike.
+/// Most rounds that are simulated; more rounds give the same result.
 const MOST_ROUNDS: u64 = 64;
 
-/// Reason for the order in which tiles are dealt out.
+/// Reason for the chosen order of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     Asked,
@@ -70,7 +69,7 @@ impl fmt::Display for Why {
     }
 }
 
-/// The tiles of a launch: block_m queries of a head each, the last queries of a head first.
+/// The tiles of a launch: `block_m` queries of a head each, beginning with a head's last queries.
 pub(crate) struct Tiles<'a> {
     pub(crate) problem: &'a FwdProblem,
     pub(crate) block_m: i32,
@@ -79,7 +78,7 @@ pub(crate) struct Tiles<'a> {
 }
 
 impl Tiles<'_> {
-    /// Steps of the main loop, as `TileWalk` of `cdna/main_loop.h` counts them.
+    /// Number of main loop steps of a tile, counted like `TileWalk` in `cdna/main_loop.h`.
     fn steps(&self, at: u64) -> u64 {
         let dims = self.problem.dims;
         let (block_m, block_n) = (self.block_m.unsigned_abs(), self.block_n.unsigned_abs());
@@ -122,8 +121,8 @@ impl Tiles<'_> {
         (if wins { TileOrder::Static } else { TileOrder::Single }, Why::Modelled { single, strided })
     }
 
-    /// Time at which the last tile of a die's run ends, each given to the place that is free first, `between`
-    /// after that.
+    /// Time at which the last tile of a die's run ends if each tile goes to the place that is free first; `between`
+    /// passes between tiles.
     fn dispatched(&self, run: Range<u64>, places: u64, between: u64) -> u64 {
         let mut free: BinaryHeap<Reverse<u64>> = (0..places).map(|_| Reverse(0)).collect();
         let mut last = 0;
@@ -136,7 +135,8 @@ impl Tiles<'_> {
         last
     }
 
-    /// Time at which the last tile of a die's run ends, dealt out in rounds, every second one backwards.
+    /// Time at which the last tile of a die's run ends if tiles are assigned in rounds, every second one in
+    /// reverse.
     fn strided(&self, run: Range<u64>, places: u64) -> u64 {
         let end_of = |place: u64| {
             let mut rounds = (0..).map(|round| {
@@ -190,14 +190,14 @@ mod tests {
         };
         assert_eq!(steps("0"), [16, 16, 16, 16]);
         assert_eq!(steps("b"), [16, 12, 8, 4]);
-        // 128 keys before the diagonal: two tiles beside the four on it.
+        // A window of 128 keys before the diagonal adds two tiles to the four on the diagonal.
         assert_eq!(steps("t:128,0"), [6, 6, 6, 4]);
         assert_eq!(steps("t:128,0,64"), [7, 7, 7, 4]);
     }
 
     #[test]
     fn a_strided_place_with_a_long_tile_gets_a_short_one_next() {
-        // Two rounds of one head's tiles: each place has a sum of the longest and the shortest.
+        // With two rounds of one head's tiles, each place has one long and one short tile of equal sum.
         let problem = problem(1024, "b");
         let ends = tiles(&problem).strided(0..4, 2);
         assert_eq!(ends, LAUNCH + 2 * AROUND + STEP * (16 + 4));
@@ -226,7 +226,8 @@ mod tests {
         assert_eq!(order(8192, "b"), (TileOrder::Single, Why::Modelled { single: 7523, strided: 7849 }));
     }
 
-    /// Why the stride has no counter: where it is taken, drawing tiles from one ends no sooner.
+    /// Where the stride is chosen, taking tiles from an atomic counter would not end sooner; therefore there is no
+    /// counter.
     #[test]
     fn a_counter_would_end_no_sooner_wherever_the_stride_is_taken() {
         let mut taken = 0;

@@ -26,19 +26,19 @@ const WAVE_ROWS: u32 = 16;
 const CHUNK: i64 = 16;
 
 abi_spec! {
-    /// Tile of the RDNA forward kernel: how it computes.
+    /// Tile of the RDNA forward kernel: its tuning parameters.
     pub struct RdnaTile {
         /// Queries of a workgroup: 16 a wave.
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 128]),
         /// Keys of a step of the main loop.
         pub block_n: i32 = Takes::among(&[16, 32, 64]).tuned_over(&[32, 64]),
-        /// Way of loading Q, K and V: by chunks of 16 bytes, or by elements.
+        /// How Q, K and V are loaded: in chunks of 16 bytes, or by elements.
         pub load: LoadPath = Takes::nothing(),
         /// Way of storing O.
         pub store: StorePath = Takes::nothing(),
-        /// Waves that share the columns of their rows.
+        /// Number of waves that share the columns of a row.
         pub column_waves: i32 = Takes::nothing(),
-        /// Whether a workgroup has a part of the keys, whose results a second launch merges.
+        /// Whether a workgroup has only a part of the keys, so that a second launch merges results.
         pub split: bool = Takes::nothing(),
     }
 }
@@ -51,10 +51,10 @@ pub(crate) struct Rdna {
     pub(crate) tile: RdnaTile,
 }
 
-/// Whether this kernel computes `problem` on `device`, and with which tile.
+/// Checks that this kernel computes `problem` on `device`, and chooses its tile.
 ///
 /// # Errors
-/// The field that it does not take, and its number.
+/// The field that it does not support, and its value.
 pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Rdna, Refusal> {
     let arch = device.arch;
     needs_wmma(arch, NAME)?;
@@ -101,7 +101,7 @@ impl Rdna {
         let few_queries = problem.dims.seqlen_q <= 64;
         let by_element = load == LoadPath::Element;
         let mut tile = RdnaTile {
-            // Eight waves share the tiles of K and V where rows leave registers for them.
+            // Eight waves share the tiles of K and V if rows leave registers for them.
             block_m: if few_queries || widest > 128 { 64 } else { 128 },
             block_n: match widest {
                 // Addresses of single elements take registers too.
@@ -134,7 +134,8 @@ impl Rdna {
         self.tile.block_m.unsigned_abs() / WAVE_ROWS
     }
 
-    /// A tile of K and one of V transposed, whose rows are some bytes apart, or a block of O a wave.
+    /// Bytes of LDS: a tile of K and a transposed tile of V with padded rows, or a block of O for each wave,
+    /// whichever is larger.
     fn lds_bytes(&self) -> u32 {
         let Self { spec, tile } = self;
         let rows = |rows: i32, elems: i32, size: u64| {

@@ -40,20 +40,20 @@ impl Unit for Wmma {
         }
     }
 
-    /// Rows that end inside 16 bytes are read by elements.
+    /// How operands are accessed: by elements if rows end inside a chunk of 16 bytes.
     fn access(problem: &BwdProblem) -> LoadsAndStores {
         let by = LoadsAndStores::of(problem);
         if by.load == LoadPath::Chunks { by } else { LoadsAndStores::BY_ELEMENT }
     }
 
-    /// Sums of both, of wider rows, leave a lane too few of its 256 registers; of dropout gfx1100's compiler
-    /// spills those of rows beyond 64.
+    /// Whether one launch sums dK and dV together. With wider rows both sums need too many of a lane's 256
+    /// registers; with dropout gfx1100's compiler spills for rows beyond 64.
     fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, _: LoadsAndStores) -> bool {
         let most = if spec.dropout && arch == Arch::Gfx1100 { 128 } else { 256 };
         spec.head_dim_qk + spec.head_dim_v <= most
     }
 
-    /// Eight waves share the walked rows, or four where there are few own rows.
+    /// Tile for these lengths: eight waves share the rows of the other side, or four if there are few own rows.
     fn tile(
         _: &MatrixBwdSpec,
         _: Arch,
@@ -183,8 +183,8 @@ mod tests {
 
     #[test]
     fn rows_are_padded_to_whole_32_elements() {
-        // 32 rows of 96 elements and 16 bytes, of K twice: as they lie, and 96 of 32 elements and 16 bytes; V
-        // as it lies.
+        // LDS of dQ: K twice, as 32 rows of 96 elements plus 16 bytes and transposed as 96 rows of 32 elements plus
+        // 16 bytes; V once, untransposed.
         let dq = tiles(&problem((72, 72), LONG), Arch::Gfx1201)[0];
         assert_eq!(dq.lds_bytes, 2 * 32 * (96 * 2 + 16) + 96 * (32 * 2 + 16));
     }

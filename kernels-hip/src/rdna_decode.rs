@@ -1,8 +1,7 @@
-//! `rdna_decode`: short queries over long, paged and quantised caches, on WMMA.
-//!
-//! A workgroup has some rows, pairs of a query and a head of one KV head's group, and a part of the keys; a
-//! launch behind merges the parts. Of head dimensions above 256, four waves have a quarter of the columns
-//! each, and no other kernel takes such rows at any length.
+//! The kernel `rdna_decode`, for short queries over long, paged and quantised caches, on WMMA. A workgroup has some
+//! rows (pairs of a query and a head of one KV head's group) and a part of the keys; a second launch merges the
+//! parts. For head dimensions above 256 four waves have a quarter of the columns each; no other kernel supports
+//! such rows at any length.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields as _, Takes};
@@ -36,12 +35,12 @@ const COLUMN_WAVES: u32 = 4;
 /// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
 /// KB, of which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
-/// Least keys of a part of rows that waves share: 256 latent keys are 295 KB, of which the results of 16 rows
-/// are 22 %.
+/// Fewest keys of a part if waves share rows: 256 latent keys are 295 KB, and the partial results of 16 rows add 22
+/// % to that.
 const LEAST_SHARED_KEYS: u32 = 256;
-/// Pieces of work that a pair of compute units is to have at once: 128 KB of LDS hold six tiles of 32 keys at D 128.
+/// Work items that a pair of compute units should have at once: 128 KB of LDS hold six tiles of 32 keys at D 128.
 const GROUPS_OF_A_UNIT: u32 = 6;
-/// Pieces of work of a pair of compute units, for rows of 512 elements that waves share: two fit.
+/// Work items of a pair of compute units for rows of 512 elements that waves share: two fit.
 const SHARED_GROUPS_OF_A_UNIT: u32 = 2;
 /// Keys of a step, at most.
 const STEP: u32 = 32;
@@ -53,8 +52,8 @@ abi_spec! {
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
         /// Rows of a workgroup: 16 a wave.
         pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),
-        /// Equal stretches of all sequences' keys, each walked by a workgroup for each block of rows of each KV head;
-        /// 0: parts of each sequence's keys.
+        /// Number of equal stretches into which all sequences' keys are cut together. For each block of rows and KV
+        /// head one workgroup reads a stretch. 0: each sequence's keys are cut into parts instead.
         pub shares: i32 = Takes::within(0, MOST_SHARES as i32),
     }
 }
@@ -89,9 +88,9 @@ fn spec(problem: &FwdProblem) -> CdnaSpec {
     }
 }
 
-/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on
-/// dwords: of a quantised cache those of the same cache in 16 bits, whose steps it has. Its own pieces are
-/// read from any byte.
+/// Whether wide loads are possible: rows are whole pieces of eight elements of Q and K and four of V, and every row
+/// begins at a dword. A quantised cache is judged as if it were in 16 bits, whose steps it uses; its own pieces may
+/// begin at any byte.
 fn loads_wide(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(8)
@@ -99,7 +98,7 @@ fn loads_wide(problem: &FwdProblem) -> bool {
         && strides_are_dwords(problem, problem.dtypes.qk.size_bytes())
 }
 
-/// Rows of a workgroup: those of a short query, and of a long one as many as share a tile of K and V.
+/// Rows of a workgroup: all rows of a short query; for a long query, as many as share a tile of K and V.
 fn default_block_m(problem: &FwdProblem) -> i32 {
     let most = if shares_rows(problem) { 2 * WAVE_ROWS } else { 4 * WAVE_ROWS };
     let rows = row_blocks(problem, 1).clamp(WAVE_ROWS.into(), most.into()) as u32;
@@ -219,13 +218,12 @@ impl Split for RdnaDecode {
     }
 }
 
-/// Keys of a step: as many as registers and LDS leave room for; one number for every way of loading where a row is to
-/// have the same bits in each call.
+/// Keys per step: as many as registers and LDS allow; in a row-invariant plan one number for every way of loading.
 fn block_n(spec: &CdnaSpec, load: LoadPath, row_invariant: bool) -> i32 {
     let load = if row_invariant { LoadPath::Element } else { load };
     match spec.head_dim_qk.max(spec.head_dim_v) {
         257.. => 16,
-        // Addresses of single elements, and modifiers, take registers too.
+        // Loads by elements and modifiers need registers for addresses and values.
         193.. if load == LoadPath::Element || spec.modifies => 16,
         _ => STEP.cast_signed(),
     }

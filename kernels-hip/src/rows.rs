@@ -1,4 +1,5 @@
-//! The kernels that every vendor has, as AMD launches them: a wave to a row, of a combine a thread to an element.
+//! The row kernels that every vendor has, as launched on AMD: a wave for each row; in a combine a thread for each
+//! element.
 
 use fmha_core::abi::c_constant;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
@@ -13,14 +14,14 @@ pub(crate) const NUM_THREADS: u32 = 256;
 /// Threads of a workgroup that chooses keys: `ChooseGroup::threads`.
 const CHOOSING_THREADS: u32 = 1024;
 
-/// `fmha/rows.h`: what this file shares with the device.
+/// `fmha/rows.h`: the types that this file shares with the device.
 pub(crate) fn header() -> Header {
     let definitions = [c_constant("kRowThreads", NUM_THREADS)];
     Header::shared("fmha/rows.h", "fmha", &["fmha/portable.h"], &definitions)
 }
 
-/// Rows of a cache that are counted to a workgroup of its update, and workgroups at most: a wave of many takes several
-/// rows.
+/// Cache rows per workgroup of the cache update; the next constant limits the workgroups, so that with many rows a
+/// wave processes several.
 const UPDATED_ROWS: u64 = 4;
 const MOST_UPDATING: u64 = 1 << 14;
 
@@ -58,7 +59,7 @@ fn threads_of(kernel: RowKernel) -> u32 {
     if kernel == RowKernel::Choose { CHOOSING_THREADS } else { NUM_THREADS }
 }
 
-/// A launch of a kernel that every vendor has, as [`Facts::row_launch`](fmha_gpu::Facts::row_launch) says it.
+/// A launch of a row kernel, as [`Facts::row_launch`](fmha_gpu::Facts::row_launch) specifies.
 pub(crate) fn row_launch(
     device: Device,
     (stage, name): (Stage, &'static str),

@@ -1,4 +1,4 @@
-//! Lists of tiles (`fmha_gpu::tile_list`), as AMD launches what makes them.
+//! The launches that make lists of tiles (`fmha_gpu::tile_list`) on AMD.
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;

@@ -1,6 +1,6 @@
-//! `cdna_widened`, `rdna_widened`: a quantised cache whose 16-bit twin is the forward kernel's. A launch
-//! before widens it once into the workspace, and the forward kernel reads it there, so that the bits are
-//! those of the call on the dequantised cache.
+//! The kernels `cdna_widened` and `rdna_widened`: a forward on a quantised cache. A first launch converts the cache
+//! once into the workspace, in Q's type, and the forward kernel reads it there, so the bits are those of the call
+//! on the dequantised cache.
 
 pub(crate) mod recipe;
 
@@ -17,13 +17,13 @@ use crate::device::refuse;
 pub(crate) const WIDEN: &str = "widen_cache";
 /// Threads of a workgroup that widens.
 pub(crate) const NUM_THREADS: u32 = 256;
-/// Keys of a sequence that one workgroup widens.
+/// Keys of a sequence that one workgroup converts.
 const KEYS: u32 = 64;
-/// Keys that a forward kernel reads at a time, at most.
+/// Most keys that a forward kernel reads at a time.
 const MOST_OF_BLOCK: u32 = 128;
 
 abi_spec! {
-    /// Spec that the widening launch is compiled for.
+    /// Compile-time spec of the converting launch.
     pub struct WidenSpec {
         /// Type of K and V in memory.
         pub stored: DType,
@@ -41,9 +41,9 @@ abi_struct! {
         pub k: View,
         /// Widened V.
         pub v: View,
-        /// `[batch]`, written: keys of each sequence.
+        /// `[batch]`, an output: number of keys of each sequence.
         pub seqused_k: DevPtr<i32>,
-        /// `[batch + 1]`, written: the first row of each sequence.
+        /// `[batch + 1]`, an output: the first row of each sequence.
         pub cu_seqlens_k: DevPtr<i32>,
         /// Scales of K by rows; unread where rows have none.
         pub k_scale: View,
@@ -73,10 +73,10 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// Places for a problem, after the lengths, i32 `[batch]`.
+    /// Offsets of the converted K and V for a problem, after the lengths, i32 `[batch]`.
     ///
     /// # Errors
-    /// In `kernel`'s name, a workspace of 2^62 bytes or more.
+    /// A workspace of 2^62 bytes or more, as a refusal of `kernel`.
     pub(crate) fn of(kernel: &'static str, problem: &FwdProblem) -> Result<Self, Refusal> {
         let lengths = 4 * u64::from(problem.dims.batch);
         let bytes = |shape: Shape| {
@@ -94,7 +94,7 @@ impl Places {
         Ok(Self { cu_seqlens_k, k, v, bytes: all })
     }
 
-    /// Widened cache in a workspace that begins at an address.
+    /// Parameters of the converted cache, in a workspace that begins at this address.
     pub(crate) fn cache(&self, problem: &FwdProblem, workspace: u64) -> WidenedCache {
         let [k, v] = strides(problem);
         let packed = problem.layout.kv == KvLayout::Packed;
@@ -152,7 +152,7 @@ pub(crate) fn num_workgroups(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(num_blocks(problem))
 }
 
-/// Shapes of K and V in the workspace: of packed rows, as many for each sequence as the longest may have.
+/// Shapes of K and V in the workspace: for packed keys, each sequence has as many rows as the longest may have.
 fn shapes(problem: &FwdProblem) -> [Shape; 2] {
     let dims = problem.dims;
     let (batch, seq) = match problem.layout.kv {
@@ -172,10 +172,10 @@ fn strides(problem: &FwdProblem) -> [Strides; 2] {
     [Strides::bshd(k), of_v]
 }
 
-/// The problem that the forward kernel has, of the one over the cache in Q's type.
+/// The problem for the forward kernel, made from the problem with the cache in Q's type.
 ///
 /// # Errors
-/// In `kernel`'s name, the first fact that the launch does not take.
+/// The first fact that the launch does not support, as a refusal of `kernel`.
 pub(crate) fn wide_problem(kernel: &'static str, mut wide: FwdProblem) -> Result<FwdProblem, Refusal> {
     wide.refuse_mixed_layouts(kernel)?;
     let (batch, seqlen_k) = (wide.dims.batch, wide.dims.seqlen_k);
@@ -187,7 +187,8 @@ pub(crate) fn wide_problem(kernel: &'static str, mut wide: FwdProblem) -> Result
     Ok(wide)
 }
 
-/// The launch that brings the cache there: arguments `FwdParams` of the call, [`WidenedCache`].
+/// The launch that converts the cache into the workspace: its arguments are the call's `FwdParams` and
+/// [`WidenedCache`].
 pub(crate) fn widen(problem: &FwdProblem) -> KernelSource {
     let scaled = problem.cache.scales.is_some();
     let spec = WidenSpec { stored: problem.stored_k(), dtype: problem.dtypes.qk, scaled };
@@ -201,7 +202,7 @@ pub(crate) fn widen(problem: &FwdProblem) -> KernelSource {
     KernelSource::new(entry.render(), crate::headers)
 }
 
-/// `fmha/widened_cache.h`: what this file shares with the device.
+/// `fmha/widened_cache.h`: the types that this file shares with the device.
 pub(crate) fn header() -> Header {
     let definitions = [
         c_constant("kWidenThreads", NUM_THREADS),

@@ -3,10 +3,11 @@
 use std::env::current_exe;
 use std::process::Command;
 
-/// Runs one test of the calling program in a process of its own, with these variables too. Returns what it printed.
+/// Runs one test of the calling program in a separate process, with these environment variables added. Returns its
+/// output.
 ///
 /// # Errors
-/// What the process printed, where the test failed or the program has none of that name; why none was started.
+/// The output, if the test failed or does not exist; the reason why the process could not be started.
 pub fn run_test(name: &str, variables: &[(&str, &str)]) -> Result<String, String> {
     let program = current_exe().map_err(|error| error.to_string())?;
     let run = Command::new(program)

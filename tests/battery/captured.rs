@@ -1,5 +1,5 @@
-//! Scores and masks as code with what they capture, forward and backward, against float64: the family `code/`
-//! has functions alone, and this has tensors, numbers and their gradients.
+//! Scores and masks as code with captured tensors, forward and backward, against float64. The family `code/` tests
+//! functions without captures; this file adds tensors, numbers and their gradients.
 
 use bytemuck::{NoUninit, Zeroable, cast_slice};
 use fmha_core::expr::draw::Draw;
@@ -15,7 +15,7 @@ use half::{bf16, f16};
 pub trait Operand: Elem + bytemuck::AnyBitPattern + Into<f64> + Copy {
     /// The type at run time.
     const DTYPE: DType;
-    /// How far a row may be off, of 1 or its largest element.
+    /// Largest error of a row, relative to 1 or its largest element.
     const TOLERANCE: f64;
     /// The nearest number.
     fn of(x: f32) -> Self;
@@ -52,7 +52,7 @@ pub struct Check {
     pub problem: FwdProblem,
     /// Decides all numbers.
     pub seed: u64,
-    /// Rows of K and V, and of Q and dO, that hold NaN: those that the mask hides as a whole.
+    /// Rows of K and V, or of Q and dO, that hold NaN: rows that the mask hides completely.
     pub hidden: Option<Hidden>,
     /// Whether gradients are computed, and which of captured tensors.
     pub gradients: Gradients,
@@ -65,7 +65,7 @@ pub enum Gradients {
     None,
     /// dQ, dK and dV.
     Operands,
-    /// Those, and of every captured float tensor that the score reads.
+    /// Gradients of Q, K and V, and of every captured float tensor that the score reads.
     Captured,
 }
 
@@ -113,7 +113,7 @@ impl Memory {
     }
 }
 
-/// A tensor on the host and where the device has it.
+/// A tensor on the host, and its copy on the device.
 struct Both<T> {
     host: Vec<T>,
     there: DevBuffer,
@@ -138,7 +138,7 @@ fn off<T: Into<f64> + Copy>(found: &[T], wanted: &[f64]) -> f64 {
 }
 
 impl Check {
-    /// Runs it, with operands of type `T`.
+    /// Runs the check, with operands of type `T`.
     ///
     /// # Errors
     /// What is off and by how much, or what refused it.
@@ -304,7 +304,7 @@ impl Check {
     }
 }
 
-/// Forms that people write, a score and a mask each; an empty text is none.
+/// Typical forms from practice: a score and a mask each; an empty text means none.
 pub const FORMS: [(&str, &str); 9] = [
     ("slopes: f32[_]; s + slopes[h] * (k - q)", "k <= q + (seqlen_k - seqlen_q)"),
     ("3 * tanh(s / 3)", "q // 8 == k // 8"),
@@ -331,7 +331,7 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     let mut all: Vec<Check> =
         FORMS.iter().zip(100..).map(|(&(score, mask), seed)| of(with(score, mask), seed, None)).collect();
     let (score, mask) = FORMS[3];
-    // A score of -infinity hides its pair before the soft-cap would make it finite.
+    // A score of -infinity hides its pair, although the soft-cap afterwards would make it finite.
     all.push(of(with(score, mask).softcap(9.0), 200, None));
     let (score, mask) = FORMS[2];
     all.push(of(with(score, mask).softcap(2.0), 201, None));
@@ -342,7 +342,7 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     all
 }
 
-/// Odd extents, none of which fills a tile.
+/// Odd extents, none of which is a multiple of a tile.
 const ODD: Dims = Dims {
     batch: 2,
     seqlen_q: 37,
@@ -353,10 +353,10 @@ const ODD: Dims = Dims {
     head_dim_v: 16,
 };
 
-/// Runs one check in `step` of f32 operands.
+/// Runs every `step`-th check with f32 operands.
 ///
 /// # Errors
-/// What is off, or what refused it.
+/// The result that is wrong, or the refusal.
 pub fn run_f32(
     device: &Device,
     options: &PlanOptions,
@@ -369,10 +369,10 @@ pub fn run_f32(
     Ok(())
 }
 
-/// Runs checks of 16-bit operands, one in `step` of each type: f16 of odd extents, bf16 of several blocks.
+/// Runs checks with 16-bit operands, every `step`-th of each type: f16 of odd extents, bf16 of several blocks.
 ///
 /// # Errors
-/// What is off, or what refused it.
+/// The result that is wrong, or the refusal.
 pub fn run_16_bits(
     device: &Device,
     options: &PlanOptions,

@@ -1,4 +1,4 @@
-//! A case is data: what to compute, on which numbers, and a name.
+//! A case is data: what to compute, with which numbers, and a name.
 
 use fmha_core::{BwdProblem, CombineProblem, DType, FwdProblem, PlanOptions};
 use regex_lite::Regex;
@@ -53,15 +53,15 @@ pub struct Backward {
     pub lengths: Lengths,
     /// The numbers.
     pub data: Data,
-    /// Whether the plan must have the same bits in every run, whatever the caller of the case requires; a
-    /// second run shows whether it keeps that.
+    /// Whether the plan must be deterministic, whatever the caller requires; a second run checks that bits are
+    /// equal.
     pub deterministic: bool,
     /// Numbers written over the inputs before the call, each at `[storage batch, row, head, dim]`.
     pub planted: Vec<(Operand, [u32; 4], f64)>,
 }
 
 impl Backward {
-    /// Options of the case's plan, from the caller and from the case itself.
+    /// Options of the case's plan: those of the caller, and those of the case.
     #[must_use]
     pub fn options(&self, asked: &PlanOptions) -> PlanOptions {
         asked.clone().deterministic(asked.deterministic || self.deterministic)
@@ -89,15 +89,15 @@ pub enum Plant {
     HiddenKeys,
     /// A number at `[storage batch, row, head, dim]`.
     At(Operand, [u32; 4], f64),
-    /// No value is written: this operand alone lies so many elements beyond an aligned address.
+    /// Numbers stay normal; this operand lies this many elements after an aligned address, the others are aligned.
     Shifted(Operand, u32),
-    /// Scores of `score` times the scale at key 0, whose V is 0, and of 0 at all others: faint weights,
-    /// subnormal in P's type, are all that O is made of.
+    /// Scores are `score` times the scale at key 0, whose V is 0, and 0 at all others: O consists only of tiny
+    /// weights, subnormal in P's type.
     FaintWeights {
         /// K's first element at key 0, which the scale multiplies.
         score: f64,
     },
-    /// Every V lies between half this number and all of it, negative in odd columns.
+    /// Every V is between half this number and this number, negative in odd columns.
     LargeValues(f64),
     /// Every eighth row of the bias, from the first on, is this number; and every sink, where there is one, the other.
     FarRows {
@@ -106,14 +106,15 @@ pub enum Plant {
         /// Value of every sink, if there are sinks.
         sink: Option<f64>,
     },
-    /// The last key of every sequence outweighs all others: its score lies some 9 above theirs for every
-    /// query, and its V is 3 where it lies apart.
+    /// The last key of every sequence outweighs all others: its score is about 9 above theirs for every query, and
+    /// its V is 3, unless V lies in K.
     LastKeys,
-    /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
+    /// Scores far below all others for keys `begin..end` of every sequence: these K are `key`, multiplied by a
+    /// negative Q.
     FarBelow {
         /// The first key of the range.
         begin: u32,
-        /// The key behind the last of the range.
+        /// One past the last key of the range.
         end: u32,
         /// Infinity, or a large number.
         key: f64,
@@ -141,13 +142,13 @@ impl Case {
         self.name.split('/').next().unwrap_or(&self.name)
     }
 
-    /// The command that repeats this case alone; `backend` is the name and what else the command needs.
+    /// The command that repeats this case alone; `backend` is the backend's name and its other arguments.
     #[must_use]
     pub fn repro(&self, backend: &str) -> String {
         format!("fmha conformance --filter '^{}$' --backend {backend}", regex_lite::escape(&self.name))
     }
 
-    /// The forward problem in it, if it is not about combining alone.
+    /// The case's forward problem; `None` if the case only combines.
     #[must_use]
     pub fn problem(&self) -> Option<&FwdProblem> {
         match &self.body {
@@ -158,7 +159,7 @@ impl Case {
         }
     }
 
-    /// The seed that decides its numbers.
+    /// The seed of the case's numbers.
     #[must_use]
     pub fn data(&self) -> Data {
         match &self.body {
@@ -169,7 +170,7 @@ impl Case {
         }
     }
 
-    /// Whether it reserves gigabytes and so runs alone.
+    /// Whether the case reserves gigabytes, and so runs alone.
     #[must_use]
     pub fn is_huge(&self) -> bool {
         self.data().room.placement == Placement::Sparse
@@ -182,13 +183,13 @@ pub fn all() -> Vec<Case> {
     crate::families::all()
 }
 
-/// Cases of [`all`] whose name `filter` finds.
+/// Cases of [`all`] whose name matches `filter`.
 #[must_use]
 pub fn matching(filter: Option<&Regex>) -> Vec<Case> {
     filtered(all(), filter)
 }
 
-/// Cases of `cases` whose name `filter` finds; a regular expression, so that a part of a name will do.
+/// Cases of `cases` whose name matches `filter`, a regular expression; a part of a name suffices.
 #[must_use]
 pub fn filtered(cases: Vec<Case>, filter: Option<&Regex>) -> Vec<Case> {
     cases.into_iter().filter(|case| filter.is_none_or(|filter| filter.is_match(&case.name))).collect()
@@ -199,5 +200,5 @@ pub(crate) fn seed_of(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| crate::init::mix(hash ^ u64::from(byte)))
 }
 
-/// Types that are neither f32 nor the narrowest: what a rule is tried on when one type will do.
+/// Types other than f32 and FP8, for rules that need only one type.
 pub(crate) const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];

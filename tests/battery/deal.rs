@@ -1,7 +1,7 @@
-//! Which kernels a case needs, and a part of the cases by them.
+//! The kernels that a case needs, and division of the cases into parts by kernel.
 //!
-//! On an emulated device nearly all of the time goes into compiling. So cases are dealt out by their kernels:
-//! a part has few kernels, with every case that each of them serves.
+//! On an emulated device nearly all time is spent compiling, so a part has few kernels, with every case that uses
+//! them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -42,7 +42,7 @@ impl fmt::Display for Deal {
 }
 
 impl Deal {
-    /// The cases whose kernel is this part's; those that have none, by their seeds.
+    /// The cases whose kernel belongs to this part; cases without kernels are divided by their seeds.
     #[must_use]
     pub fn of(self, cases: Vec<Case>, backend: &Device, options: &PlanOptions) -> Vec<Case> {
         let mine = |case: &Case| {
@@ -54,8 +54,8 @@ impl Deal {
     }
 }
 
-/// Kernels that planning a case compiles, in the order of its launches; nothing where it is refused or there
-/// is no compiler.
+/// Kernels that planning a case compiles, in the order of its launches; empty if the case is refused or there is no
+/// compiler.
 #[must_use]
 pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJob> {
     let Some(compiler) = backend.precompiler() else { return Vec::new() };
@@ -79,7 +79,7 @@ pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJ
     jobs.unwrap_or_default()
 }
 
-/// Kernels of training calls whose rows are to have the same gradients, each once.
+/// Kernels of training calls whose gradients must have equal bits, each once.
 fn jobs_of_gradients(compiler: &dyn Precompile, seed: u64, options: &PlanOptions) -> Option<Vec<KernelJob>> {
     let options = options.clone().row_invariant(true);
     let mut all: Vec<KernelJob> = Vec::new();
@@ -94,7 +94,7 @@ fn jobs_of_gradients(compiler: &dyn Precompile, seed: u64, options: &PlanOptions
     Some(all)
 }
 
-/// Kernels of calls whose rows are to have the same bits, each once.
+/// Kernels of calls whose rows must have equal bits, each once.
 fn jobs_of_rows(compiler: &dyn Precompile, first: u64, options: &PlanOptions) -> Option<Vec<KernelJob>> {
     let options = options.clone().row_invariant(true);
     let mut all: Vec<KernelJob> = Vec::new();

@@ -9,9 +9,10 @@ use crate::law::LawKind;
 pub struct Declared {
     /// Backends with this refusal, by [`fmha_core::Device::kind`].
     pub backends: &'static [&'static str],
-    /// Which of its kernels refuse, each where it was asked for; none: any.
+    /// Which kernels may refuse, each when it is named; empty: any.
     pub kernels: &'static [&'static str],
-    /// Whether a slow kernel takes it: it is refused then only where none may serve, or one kernel is asked for.
+    /// Whether a slow kernel supports the case: it may then be refused only if fallbacks are not allowed, or one
+    /// kernel is named.
     pub slowly: bool,
     /// Description of the refusal, for the report.
     pub what: &'static str,
@@ -23,7 +24,7 @@ fn uses(problem: Option<&FwdProblem>, dtype: impl Fn(DType) -> bool) -> bool {
     problem.is_some_and(|p| dtype(p.dtypes.qk) || dtype(p.dtypes.v))
 }
 
-/// The problem does, or the other call that a law makes beside it.
+/// Whether the case's problem updates the cache, or the second call that a law makes.
 fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
     problem.is_some_and(|p| p.refuse_cache_updates("").is_err())
         || matches!(&case.body, Body::Law(law) if matches!(law.kind, LawKind::AppendIsWritten(_)))
@@ -57,7 +58,7 @@ const CODELESS: &[&str] = &[
     "rdna_widened",
 ];
 
-/// All of them. The CPU backend takes the whole contract and has none.
+/// All declared refusals. The CPU backend supports the whole contract and has none.
 pub const DECLARED: &[Declared] = &[
     Declared {
         backends: &["cuda", "rocm"],
@@ -429,8 +430,8 @@ pub const DECLARED: &[Declared] = &[
     },
 ];
 
-/// Whether sm90 brings no boxes of a cache in FP8 beside 16 bits: rows or strides are not whole words of 16, pages not
-/// whole lines of 8 rows, or rows lie otherwise than Q's and in no pages.
+/// Whether sm90 cannot load an FP8 cache under 16-bit queries by TMA boxes: rows or strides are not whole words of
+/// 16, pages not a multiple of 8 rows, or K is neither laid out like Q nor paged.
 fn is_no_box_of_a_narrow_cache(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
     let is_odd =
@@ -443,8 +444,8 @@ fn is_no_box_of_a_narrow_cache(problem: &FwdProblem) -> bool {
     problem.cache.dtype.is_some() && (!is_boxed || lies_apart)
 }
 
-/// Whether a cache is none that is widened for another kernel: such a cache is FP8, or lies otherwise than Q,
-/// in whole words of 16 elements up to 256.
+/// Whether a cache cannot be converted for another kernel: convertible caches are FP8, or laid out differently from
+/// Q, with whole words of 16 elements up to 256.
 fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
     let is_one = problem.is_some_and(|problem| {
         let own = if problem.layout.q == QLayout::Packed { KvLayout::Packed } else { KvLayout::Strided };
@@ -453,11 +454,11 @@ fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
             problem.layout.v == VLayout::RowMajor && dims.iter().all(|&dim| dim % 16 == 0 && dim <= 256);
         whole && (problem.cache.dtype.is_some() || problem.layout.kv != own)
     });
-    // The other call of such a law reads the cache that was widened before.
+    // The second call of such a law reads the cache after conversion.
     !is_one || matches!(&case.body, Body::Law(law) if law.kind == LawKind::WidenedCache)
 }
 
-/// Why `backend` may refuse `case` where it plans by `options`, if it may.
+/// The reason why `backend` may refuse `case` when it plans with `options`; `None` if it must not.
 #[must_use]
 pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static str> {
     let (problem, kernel) = (case.problem(), options.kernel.as_deref());
@@ -479,8 +480,7 @@ pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static
 mod tests {
     use super::*;
 
-    /// A refusal that is declared for a kernel that is asked for by name excuses neither the others nor the
-    /// backend.
+    /// A declared refusal of a kernel that is named excuses neither other kernels nor the backend.
     #[test]
     fn a_kernel_that_was_asked_for_may_refuse_what_another_one_reads_as_it_lies() {
         let declared = |kernel: Option<&str>, name: &str| {

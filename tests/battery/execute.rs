@@ -1,4 +1,4 @@
-//! Running a call on a backend: tensors to its memory, the plan, tensors back.
+//! Runs a call on a backend: copies tensors to its memory, plans, and copies results back.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -66,8 +66,8 @@ pub fn run_combine(backend: &Device, plan: &CombinePlan, host: &mut HostCombine)
     resident.read_back(&mut host.operands)
 }
 
-/// Records a forward call over the operands of `first` and replays it over those of `then`, which lie in
-/// the same memory by then; O, LSE and the keep mask of `then` hold the results.
+/// Records a forward call with the operands of `first`, then replays it after the same memory has received those of
+/// `then`; O, LSE and the keep mask of `then` hold the results.
 ///
 /// # Errors
 /// What the backend said.
@@ -85,19 +85,19 @@ pub fn replay_fwd(backend: &Device, plan: &FwdPlan, first: &mut HostFwd, then: &
     resident.read_back(&mut then.operands)
 }
 
-/// A device has one call at a time, from the first copy to the last: a fault that it reports is then the
-/// call's own. Plans and checks of other cases go on meanwhile.
+/// Lock that gives a device one call at a time, from the first copy to the last, so that a reported fault belongs
+/// to that call. Plans and checks of other cases run meanwhile.
 fn turn(backend: &Device) -> Option<MutexGuard<'static, ()>> {
     static DEVICE: Mutex<()> = Mutex::new(());
     let device = backend.memory().space() == MemorySpace::Device;
     device.then(|| DEVICE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Operands that stay where the backend wants them from call to call, as a caller's tensors do:
-/// what is timed is the call, not the copying.
+/// Operands that stay in the backend's memory between calls, like a caller's tensors, so that timing covers the
+/// call and not the copies.
 ///
-/// Host tensors are used where they lie; a device gets them with their margins, so that what is
-/// written beside them comes back too, unless its memory checks bounds itself.
+/// Host tensors are used in place; a device gets them with their margins, so that writes beside them are copied
+/// back too, unless its memory checks bounds itself.
 pub struct Resident<'a> {
     backend: &'a Device,
     /// Empty where the backend computes in host memory.
@@ -107,7 +107,7 @@ pub struct Resident<'a> {
 }
 
 impl<'a> Resident<'a> {
-    /// Places the operands as they are now, and scratch for plans that want no more.
+    /// Copies the present operands to the device, and allocates scratch.
     ///
     /// # Errors
     /// What the backend's memory said.
@@ -116,7 +116,7 @@ impl<'a> Resident<'a> {
         let dirty = vec![1u8; workspace.zeroed_bytes as usize];
         let mut workspace = memory.workspace(workspace)?;
         if let Some(workspace) = &mut workspace {
-            // Memory that the run has to clear holds garbage before it.
+            // Memory that the run must clear holds garbage before it.
             memory.upload(&dirty, workspace)?;
         }
         let mut buffers = BTreeMap::new();
@@ -130,7 +130,7 @@ impl<'a> Resident<'a> {
         Ok(resident)
     }
 
-    /// Puts other operands of the same sizes where the placed ones lie.
+    /// Replaces the placed operands by others of equal sizes.
     fn upload(&mut self, operands: &Operands) -> Result<()> {
         for (operand, buffer) in &mut self.buffers {
             let Some(tensor) = operands.get(*operand) else { continue };
@@ -157,7 +157,7 @@ impl<'a> Resident<'a> {
         timed(&stream, || self.forward(plan, &mut host.operands, facts, &stream))
     }
 
-    /// Queues a forward call over the operands of `host`, and waits for nothing.
+    /// Queues a forward call over the operands of `host`, and returns without waiting.
     ///
     /// # Errors
     /// What the backend said.
@@ -239,7 +239,7 @@ impl<'a> Resident<'a> {
         timed(&stream, || self.queue_bwd(plan, host, &stream))
     }
 
-    /// Queues a backward call over the operands of `host`, and waits for nothing.
+    /// Queues a backward call over the operands of `host`, and returns without waiting.
     ///
     /// # Errors
     /// What the backend said.
@@ -301,7 +301,7 @@ impl<'a> Resident<'a> {
         Ok(())
     }
 
-    /// Brings what calls have written to `operands`.
+    /// Copies the results of calls to `operands`.
     ///
     /// # Errors
     /// What the backend's memory said.
@@ -325,13 +325,13 @@ impl<'a> Resident<'a> {
     }
 }
 
-/// How long a call took, and by which clock.
+/// Duration of a call, and the clock that measured it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CallTime {
     /// Seconds from the start of the run's work to its end.
     pub seconds: f64,
-    /// Whether the seconds are of a device's clock; else they are of the host's, from the call to the end of
-    /// its work.
+    /// Whether the seconds come from a device's clock; otherwise from the host's, from the call to the end of its
+    /// work.
     pub on_device: bool,
 }
 

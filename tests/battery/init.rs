@@ -7,7 +7,7 @@ use fmha_core::ProblemError;
 
 use crate::tensor::Operand;
 
-/// Which numbers Q, K, V and the gradients that come in are filled with.
+/// Kinds of numbers for Q, K, V and the incoming gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Init {
     /// Standard normal.
@@ -15,7 +15,7 @@ pub enum Init {
     Normal,
     /// Uniform in −1..1.
     Uniform,
-    /// A sine over the row's position and the element's: smooth, and every row unlike its neighbour.
+    /// A sine of the row's and the element's position: smooth, and different in neighbouring rows.
     Trig,
     /// Whole numbers in −2..=2: the sums of Q K^T are exact in any order.
     Integers,
@@ -26,19 +26,19 @@ pub enum Init {
     /// Q and K eight times the standard normal: the softmax is nearly one-hot, and an unshifted
     /// `exp` overflows.
     HugeLogits,
-    /// Normal, but K's first 64 rows five times as large and the 186 after them twice: maxima grow from key
-    /// block to key block on a walk from the last key down, and the weights before still count.
+    /// Normal, but K's first 64 rows are five times as large and the next 186 twice: maxima grow from key block to
+    /// key block when blocks run from the last to the first, and earlier weights still count.
     Rising,
-    /// Normal, but K's first 64 rows 400 times as large and the 186 after them 20 times: exponentials at an
-    /// earlier block's maximum are beyond f32.
+    /// Normal, but K's first 64 rows are 400 times as large and the next 186 are 20 times: exponentials relative to
+    /// an earlier block's maximum overflow f32.
     Towering,
     /// Q four times the standard normal: scores of standard deviation 4.
     Spread4,
     /// Scores of standard deviation 64.
     Spread64,
-    /// Every third head's scores have standard deviation 30, the others' 1.
+    /// Every third head's scores have standard deviation 30, the others' scores 1.
     MixedHeads,
-    /// Three query rows in ten have scores of standard deviation 50, the others of 1.
+    /// Three query rows of ten have scores of standard deviation 50, the others 1.
     MixedRows,
     /// Normal, but K's first element 192 in every row: the scores of most query rows are all positive, or all negative.
     Slanted,
@@ -48,7 +48,7 @@ pub enum Init {
 pub const CONSTANT_V: f64 = 0.625;
 
 impl Init {
-    /// The kinds that every family takes; [`Init::GROWING`] are for long rows alone, [`Init::SPREAD`] for laws of bits.
+    /// Kinds that every family uses; [`Init::GROWING`] is for long rows only, [`Init::SPREAD`] for laws of bits.
     pub const ALL: [Init; 7] = [
         Init::Normal,
         Init::Uniform,
@@ -65,7 +65,7 @@ impl Init {
     /// Scores that grow along a row.
     pub const GROWING: [Init; 2] = [Init::Rising, Init::Towering];
 
-    /// Kinds of scores that grow, and those of one sign, for maxima that are taken in another way.
+    /// Kinds with growing scores, and with scores of one sign, for kernels that find maxima in other ways.
     pub const OF_MAXIMA: [Init; 3] = [Init::Rising, Init::HugeLogits, Init::Slanted];
 
     /// The name in case names and in the command.

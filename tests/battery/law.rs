@@ -1,4 +1,4 @@
-//! Laws: two calls that must agree, bit for bit where both run the same kernel and tile.
+//! Laws: two calls whose results must agree, bit for bit if both run the same kernel and tile.
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
@@ -16,7 +16,7 @@ use crate::verdict::Verdict;
 
 mod bits;
 
-/// A forward call, and another one with which it must agree.
+/// A forward call, and the second call with which it must agree.
 #[derive(Clone, Debug)]
 pub struct Law {
     /// The call.
@@ -25,29 +25,29 @@ pub struct Law {
     pub kind: LawKind,
 }
 
-/// Call that a call must agree with. Each but the last two is bit for bit if both plans have the same kernel
-/// and details; otherwise both calls are held to the reference.
+/// The second call. Results of all but the last two kinds must be bit-equal if both plans have the same kernel and
+/// details; otherwise both are compared with the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LawKind {
     /// A call of the same sequences, packed.
     GroupIsBatch,
     /// A call with the same V, stored `[dim, seq]`.
     ColMajorIsRowMajor,
-    /// A call of the same tensors, stored b·h·s·d.
+    /// A call with equal tensors, stored b·h·s·d.
     AnyLayout,
-    /// A call with as many kv heads as query heads, K and V repeated.
+    /// A call with as many kv heads as query heads, by repeating K and V.
     GqaIsMha,
     /// The sequences in reverse order; where the plan promises batch invariance.
     PermutedBatch,
-    /// Itself, again; where the plan promises to be deterministic.
+    /// The call itself, run again, if the plan promises to be deterministic.
     Twice,
-    /// Itself, recorded with other lengths and replayed; where the plan promises to be capturable.
+    /// The call itself, recorded with other lengths and replayed, if the plan promises to be capturable.
     Recorded,
-    /// A call with the same keys in pages of so many rows.
+    /// A call with equal keys in pages of this many rows.
     PagedIsStrided(u32),
-    /// A call with the same keys in the same pages under other numbers.
+    /// A call with equal keys in pages that are renumbered.
     PermutedPages,
-    /// The last keys of each sequence, so many, appended by the call; the cache itself too.
+    /// A call that appends this many last keys of each sequence; the cache must agree too.
     AppendIsWritten(u32),
     /// The cache widened beforehand.
     WidenedCache,
@@ -55,28 +55,28 @@ pub enum LawKind {
     LastOfMany,
     /// A window that hides nothing, instead of no mask; within the bound of the reference.
     WideWindowIsNone,
-    /// The keys in so many parts, merged; within the bound of the reference.
+    /// The keys in this many parts, merged; compared within the reference's bound.
     SplitsCombine(u32),
-    /// Itself, so many times more; where the plan promises to be deterministic.
+    /// The call itself, run this many times more, if the plan promises to be deterministic.
     Repeated(u32),
-    /// Gradients of the call, so many times more: dK and dV, whatever the plan promises; where it promises to be
-    /// deterministic dQ too.
+    /// Gradients of the call, computed this many times more: dK and dV for every plan; dQ too if the plan promises
+    /// to be deterministic.
     KeysOfGradients(u32),
-    /// Calls of each of its sequences alone.
+    /// Calls of each sequence of this call alone.
     AloneIsInBatch,
-    /// Calls of each of its packed sequences alone, all planned with `batch_invariant`.
+    /// Calls on each packed sequence alone, all planned with `batch_invariant`.
     AloneIsInPack,
-    /// The pair of calls that this seed draws, of which it is the first; where plans promise rows of equal bits.
+    /// A second call drawn from this seed; rows must have equal bits if plans promise it.
     RowsOfCalls(u64),
-    /// The pair of training calls that this seed draws, of which it is the first: their gradients.
+    /// A second training call drawn from this seed; gradients must have equal bits.
     GradientsOfCalls(u64),
 }
 
-/// The note of a law whose two calls were compared in every bit.
+/// Note of a law whose two calls were compared bit for bit.
 pub const BIT_FOR_BIT: &str = "bit for bit";
 
 impl Law {
-    /// The backward of the call, whose gradients are f32.
+    /// The backward problem of the call, with f32 gradients.
     pub(crate) fn gradients(&self) -> BwdProblem {
         BwdProblem::new(self.forward.problem.clone()).dtype_grad(DType::F32)
     }
@@ -129,7 +129,7 @@ impl Law {
         let of_any_tile = matches!(self.kind, LawKind::PermutedBatch | LawKind::LastOfMany)
             && plan_b.promises().batch_invariant
             && plan_a.kernel() == plan_b.kernel();
-        // A quantised cache has the bits of the same call on a widened one, in all kernels that take them.
+        // A quantised cache must be bit-equal to the converted one, in every kernel that supports both.
         let is_twin = self.kind == LawKind::WidenedCache;
         if promised && (of_any_tile || is_twin || same_tile(&plan_a, &plan_b)) {
             let reversed = self.kind == LawKind::PermutedBatch;
@@ -150,8 +150,8 @@ impl Law {
         Ok(verdict)
     }
 
-    /// The other call's tensors: the same numbers, because numbers are decided by sequence, head and
-    /// position; copied where those change.
+    /// The second call's tensors: numbers are equal, because they depend on sequence, head and position; they are
+    /// copied where those change.
     fn other(&self, a: &HostFwd) -> Result<HostFwd> {
         let Forward { problem, lengths, data, .. } = &self.forward;
         let mut other = problem.clone();
@@ -321,7 +321,7 @@ fn widen(
     Ok(())
 }
 
-/// The first place where the last rows of `many` differ from `one`'s only ones in a bit.
+/// The first place where the last rows of `many` differ in a bit from the only rows of `one`.
 fn last_row_differs(many: &HostFwd, one: &HostFwd) -> Option<String> {
     let (o_many, o_one) = (many.operands.expect(Operand::O), one.operands.expect(Operand::O));
     for (span, alone) in many.spans.iter().zip(&one.spans) {
@@ -342,7 +342,7 @@ fn last_row_differs(many: &HostFwd, one: &HostFwd) -> Option<String> {
     None
 }
 
-/// Whether the caches of two calls differ anywhere, in rows that hold nothing too.
+/// Whether the caches of two calls differ anywhere, also in unused rows.
 fn cache_differs(a: &HostFwd, b: &HostFwd) -> Option<String> {
     [("k", Operand::K), ("v", Operand::V)].into_iter().find_map(|(name, operand)| {
         let (a, b) = (a.operands.get(operand)?, b.operands.get(operand)?);
@@ -386,8 +386,7 @@ fn difference_in_sequence(a: &HostFwd, span_a: &SeqSpan, b: &HostFwd, span_b: &S
     None
 }
 
-/// Runs a call afresh, then replays it from a recording that was made with the lengths of other sequences
-/// in the same buffers.
+/// Runs a call directly, then replays it from a recording made with other lengths in the same buffers.
 fn recorded(backend: &Device, options: &Options, forward: &Forward) -> Result<Verdict> {
     let Forward { problem, lengths, data, .. } = forward;
     let mut fresh = HostFwd::new(problem.clone(), lengths, *data)?;
@@ -449,7 +448,7 @@ fn split_and_merge(
         merged.operands.put(Operand::PartO(part), o);
         merged.operands.put(Operand::PartLse(part), lse);
     }
-    // The tile is the forward's: what combines has none to set.
+    // Tile options are the forward's; the combine has none to set.
     let mut combines = options.plan.clone();
     combines.tile.clear();
     let plan = backend.plan_combine(&merged.problem, &combines)?;

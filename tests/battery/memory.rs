@@ -1,4 +1,4 @@
-//! Host memory that a test controls: aligned, or right beside an unmapped page, or huge and sparse.
+//! Host memory for tests: aligned, next to an unmapped page, or huge and sparse.
 
 use std::ops::{Deref, DerefMut};
 
@@ -12,9 +12,9 @@ pub enum Placement {
     Margins,
     /// Directly before an unmapped page: one byte past the end faults.
     EndsAtUnmapped,
-    /// Directly behind an unmapped page: one byte before the start faults.
+    /// Directly after an unmapped page, so that reading one byte before the start faults.
     BeginsAtUnmapped,
-    /// Reserved, and committed page by page as it is touched; holes are zeros.
+    /// Reserved, and committed page by page on access; untouched parts are zeros.
     Sparse,
 }
 
@@ -22,7 +22,7 @@ fn refused(what: String, text: &dyn ToString) -> Error {
     Error::System { what, text: text.to_string() }
 }
 
-/// Bytes that are owned, and 256-byte aligned unless they end at an unmapped page.
+/// Owned bytes, 256-byte aligned unless they end at an unmapped page.
 pub struct Bytes(Storage);
 
 enum Storage {
@@ -39,10 +39,10 @@ enum Storage {
 struct Block([u8; 256]);
 
 impl Bytes {
-    /// `len` bytes, each of them `fill`.
+    /// Allocates `len` bytes set to `fill`.
     ///
     /// # Errors
-    /// The size, where the system has not so much.
+    /// The size, if the system has too little memory.
     pub fn filled(len: usize, fill: u8) -> Result<Self> {
         let mut blocks = Vec::new();
         let count = len.div_ceil(256);
@@ -53,10 +53,10 @@ impl Bytes {
         Ok(Self(Storage::Blocks { blocks, len }))
     }
 
-    /// `len` bytes of `fill` that end directly before an unmapped page, or begin behind one.
+    /// Allocates `len` bytes set to `fill` that end directly before an unmapped page, or begin after one.
     ///
     /// # Errors
-    /// What the system said; always where it is neither Unix nor Windows.
+    /// What the system said; always on systems other than Unix and Windows.
     pub fn beside_unmapped(len: usize, fill: u8, at_end: bool) -> Result<Self> {
         #[cfg(any(unix, windows))]
         {
@@ -71,10 +71,10 @@ impl Bytes {
         }
     }
 
-    /// `len` zeros that take memory only where they are touched.
+    /// Allocates `len` zeros that use memory only where they are accessed.
     ///
     /// # Errors
-    /// What the system said; always where it has no `mmap`.
+    /// What the system said; always on systems without `mmap`.
     pub fn sparse(len: usize) -> Result<Self> {
         #[cfg(unix)]
         {
@@ -119,7 +119,7 @@ mod mapped {
 
     use super::{Result, refused};
 
-    /// A private anonymous mapping, and the part of it that is a tensor.
+    /// A private anonymous mapping, and the part of it that holds a tensor.
     pub(super) struct Mapped {
         map: *mut c_void,
         map_len: usize,
@@ -203,7 +203,7 @@ mod mapped {
     /// Pages are 4 KiB on x86-64 and on AArch64. A larger multiple serves any other size.
     const PAGE: usize = 1 << 16;
 
-    /// Pages of this process, and the part of them that is a tensor.
+    /// Pages of this process, and the part of them that holds a tensor.
     pub(super) struct Mapped {
         map: *mut c_void,
         first: usize,

@@ -25,7 +25,7 @@ pub struct CaseReport {
     pub seed: u64,
     /// Passed, failed, refused or absent.
     pub outcome: Outcome,
-    /// The kernels it ran on, as plans name them; empty where nothing ran.
+    /// The kernels that ran, as plans name them; empty if nothing ran.
     pub kernel: String,
     /// The verdict, the refusal or the reason.
     pub text: String,
@@ -40,7 +40,7 @@ pub struct CaseReport {
 pub struct Summary {
     /// Ran, and everything holds.
     pub passed: u64,
-    /// Does not hold, or was refused undeclared.
+    /// Number of cases whose result is wrong, or that were refused without a declaration.
     pub failed: u64,
     /// Refused as declared.
     pub refused: u64,
@@ -48,7 +48,7 @@ pub struct Summary {
     pub absent: u64,
 }
 
-/// Results of a backend on the battery. As JSON it ends in `summary`.
+/// Results of a backend on the battery. The JSON form ends with `summary`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// The backend's kind.
@@ -64,8 +64,8 @@ pub struct Report {
 /// Called after each case, from any thread: how many are done, of how many, and the case.
 pub type OnCase<'a> = &'a (dyn Fn(u64, u64, &CaseReport) + Sync);
 
-/// Runs the cases whose names `filter` finds on all cores: a device has one call at a time, while other
-/// cases are compiled and checked.
+/// Runs the cases whose names match `filter`, on all cores: a device runs one call at a time while other cases are
+/// compiled and checked.
 #[must_use]
 pub fn run(backend: &Device, filter: Option<&Regex>, options: &Options, on_case: OnCase<'_>) -> Report {
     run_cases(backend, &matching(filter), options, on_case)
@@ -80,7 +80,7 @@ pub fn run_cases(backend: &Device, cases: &[Case], options: &Options, on_case: O
     })
 }
 
-/// Runs these cases until `on_case` breaks: no other is begun then, and the report has those that were.
+/// Runs these cases until `on_case` breaks: no further case begins then, and the report has the finished ones.
 #[must_use]
 pub fn run_cases_until(
     backend: &Device,
@@ -113,8 +113,8 @@ pub fn run_cases_until(
     };
     let (huge, small): (Vec<_>, Vec<_>) = cases.iter().enumerate().partition(|(_, case)| case.is_huge());
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    // Threads of its own, not a pool: a pool's worker that waits for a backend's pool would take up
-    // one more case meanwhile, and another inside that one.
+    // Separate threads are used, not a pool: a pool's worker that waits for a backend's pool would begin another
+    // case meanwhile, and another inside that one.
     let next = AtomicUsize::new(0);
     let goes_on = |_: &_| !stopped.load(Ordering::Relaxed);
     let worker = || {
@@ -124,7 +124,7 @@ pub fn run_cases_until(
     let mut reports: Vec<(usize, CaseReport)> = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
         let done = workers.into_iter().map(std::thread::ScopedJoinHandle::join);
-        // A thread's panic is the run's: without its cases the report would be shorter, and right.
+        // A thread's panic is passed on: without its cases the report would be shorter, but look correct.
         done.flat_map(|cases| cases.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     });
     reports.extend(huge.into_iter().take_while(goes_on).map(one));
@@ -165,8 +165,8 @@ impl Report {
         self.counts_by(|case| case.name.split('/').next().unwrap_or_default())
     }
 
-    /// Counts by the kernels that cases ran on, in the order in which they first appear; cases that ran on none, being
-    /// refused or absent, are in none.
+    /// Counts by the kernels that cases ran on, in the order of first appearance; cases that were refused or absent
+    /// ran on none and are not counted.
     #[must_use]
     pub fn kernels(&self) -> Vec<(String, Summary)> {
         let mut kernels = self.counts_by(|case| &case.kernel);
@@ -185,7 +185,7 @@ impl Report {
         groups.into_iter().map(|(name, cases)| (name, Summary::of(&cases))).collect()
     }
 
-    /// JSON: an object that ends in `summary`.
+    /// Writes JSON: an object that ends with `summary`.
     ///
     /// # Errors
     /// What the writer said.
@@ -194,7 +194,7 @@ impl Report {
         writeln!(to)
     }
 
-    /// JUnit XML: a suite for each family; refused and absent cases are skipped, with their reasons.
+    /// Writes JUnit XML, with a suite for each family; refused and absent cases are skipped, with their reasons.
     ///
     /// # Errors
     /// What the writer said.

@@ -1,8 +1,8 @@
-//! Pairs of calls that have rows in common: a row is to have the same bits in both, whatever else is in them.
+//! Pairs of calls that share rows: a shared row must have equal bits in both calls.
 //!
-//! A [`Story`] is one sequence, its numbers decided by a seed. A [`View`] is a call that has some of its rows: in
-//! training, in a chunk of a prompt, in decoding, beside other sequences, in any layout. [`draw`] makes a story with
-//! two views that share a row.
+//! A [`Story`] is one sequence, its numbers decided by a seed. A [`View`] is a call with some of its rows: in
+//! training, in a chunk of a prompt, in decoding, beside other sequences, in any layout. [`draw`] makes a story
+//! with two views that share a row.
 
 use std::ops::Range;
 
@@ -50,7 +50,7 @@ impl Dice {
     }
 }
 
-/// One sequence, of which calls have rows.
+/// One sequence, whose rows occur in calls.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Story {
     /// Decides every number.
@@ -59,7 +59,7 @@ pub struct Story {
     pub dtype: DType,
     /// Type of O.
     pub dtype_o: DType,
-    /// The cache's, where it is another.
+    /// Type of the cache, if it differs.
     pub dtype_cache: Option<DType>,
     /// Query heads, and kv heads.
     pub heads: [u32; 2],
@@ -67,7 +67,7 @@ pub struct Story {
     pub dims: [u32; 2],
     /// Tokens.
     pub len: u32,
-    /// Keys that a row sees before its own; all of them where there is no window.
+    /// Number of keys before its own that a row sees; `None`: all, without a window.
     pub left: Option<u32>,
     /// Soft-cap of scores.
     pub softcap: bool,
@@ -99,7 +99,7 @@ pub enum Keys {
     Strided,
     /// Sequences one after another.
     Packed,
-    /// Pages of so many rows.
+    /// Pages of this many rows.
     Paged(u32),
 }
 
@@ -110,7 +110,7 @@ pub struct View {
     pub rows: Range<u32>,
     /// How K and V lie.
     pub keys: Keys,
-    /// Whether Q's sequences lie one after another.
+    /// Whether Q's sequences are packed.
     pub packed: bool,
     /// Queries and keys of the call's other sequences, of other numbers.
     pub others: Vec<[u32; 2]>,
@@ -118,18 +118,18 @@ pub struct View {
     pub place: usize,
     /// Keys that the cache has room for beyond the longest sequence.
     pub spare: u32,
-    /// Whether the call says that it has no mask: one row a sequence, which sees all keys.
+    /// Whether the call has no mask: it has one row per sequence, which sees all keys.
     pub unmasked: bool,
-    /// Whether it asks for LSE.
+    /// Whether the call asks for LSE.
     pub lse: bool,
 }
 
-/// Bounds of what is drawn.
+/// Limits for random stories and views.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Types of Q.
     pub dtypes: &'static [DType],
-    /// Keys of a part of the kernel that is asked, of which half of the pairs span three or more.
+    /// Keys of a part in the tested kernel; half of the pairs span three or more parts.
     pub part: u32,
     /// Most rows of a call with many.
     pub most_rows: u32,
@@ -164,10 +164,10 @@ pub const SHORT: Bounds = Bounds {
     forced: false,
 };
 
-/// Training calls of some blocks of 128 keys, to whose queries' gradients they add one after another.
+/// Limits for training calls with some blocks of 128 keys, which add to the gradients of queries one after another.
 pub const BLOCKS: Bounds = Bounds { most_rows: 420, dims: &[16, 64, 72, 128], fp8_caches: false, ..SHORT };
 
-/// A story and two views of it with a row in common.
+/// A random story, and two views of it that share a row.
 #[must_use]
 pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let mut dice = Dice::new(seed);
@@ -386,7 +386,7 @@ impl View {
     /// The call's tensors.
     ///
     /// # Errors
-    /// What the problem contradicts.
+    /// The problem's contradiction.
     pub fn host(&self, story: &Story) -> Result<HostFwd> {
         let (problem, lengths) = self.problem(story);
         let data = Data { seed: story.seed, ..Data::default() };
@@ -487,11 +487,11 @@ fn put_scaled(
 /// Outcome of a pair of calls.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// All rows had the same bits, which these kernels have computed.
+    /// All shared rows had equal bits; these kernels computed them.
     Equal([String; 2]),
     /// A call was refused.
     Refused(String),
-    /// The first bits that differ.
+    /// Description of the first bits that differ.
     Differ(String),
 }
 
@@ -500,11 +500,11 @@ pub enum Outcome {
 pub struct Planning {
     /// Wishes of both calls.
     pub plan: PlanOptions,
-    /// Wishes of the second call alone, in place of those of both.
+    /// Options for the second call only, which replace those of both.
     pub of_second: Option<PlanOptions>,
-    /// Whether no call's plan is asked for the promise, as a test of the search asks for none.
+    /// Whether plans are made without asking for the promise, to test the search itself.
     pub unasked: bool,
-    /// Whether a refusal is one of the outcomes.
+    /// Whether a refusal counts as a valid outcome.
     pub refuses: bool,
 }
 
@@ -574,7 +574,8 @@ pub fn differing(story: &Story, views: &[View; 2], hosts: [&HostFwd; 2]) -> Opti
     None
 }
 
-/// A story and two training calls that have a row of it: all of its rows, or some, which see the keys before them too.
+/// A random story and two training calls that share a row: with all rows, or with some rows, which see the keys
+/// before them too.
 #[must_use]
 pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let (story, _) = draw(seed, &Bounds { fp8_caches: false, rare: &[], forced: false, ..*bounds });
@@ -685,7 +686,7 @@ pub(crate) fn training_problems(seed: u64) -> impl Iterator<Item = FwdProblem> {
     views.into_iter().map(move |view| view.problem(&story).0)
 }
 
-/// The backward of a training call, whose gradients are f32.
+/// The backward problem of a training call, with f32 gradients.
 pub(crate) fn backward_of(problem: FwdProblem) -> BwdProblem {
     BwdProblem::new(problem).dtype_grad(DType::F32)
 }

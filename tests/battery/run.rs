@@ -29,7 +29,7 @@ use crate::verdict::Verdict;
 pub enum Outcome {
     /// The case ran, and everything holds.
     Passed,
-    /// The case ran and something does not hold, or it could not run for a reason that is not declared.
+    /// The case ran and its result is wrong, or it could not run for an undeclared reason.
     Failed,
     /// The backend refused the case, as declared.
     Refused,
@@ -40,11 +40,11 @@ pub enum Outcome {
 /// How to run cases.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Which kernel; a slow one may stand in unless the caller says otherwise.
+    /// Plan options, such as the kernel; a fallback may be used unless the caller forbids it.
     pub plan: PlanOptions,
-    /// Whether cases that reserve gigabytes run on a device too; on the host they cost nothing.
+    /// Whether cases that reserve gigabytes run on a device too; on the host they use little memory.
     pub huge_on_device: bool,
-    /// Options of `fmha conformance` that repeat a case, beside the backend's name: `--emulate gfx942`.
+    /// Options of `fmha conformance` that repeat a case, besides the backend's name: `--emulate gfx942`.
     pub repro_words: String,
 }
 
@@ -58,18 +58,18 @@ impl Default for Options {
     }
 }
 
-/// Fields of a tile, `block_m=128,stages=3`, as a plan is asked for them.
+/// Parses a tile's fields, `block_m=128,stages=3`, to the form of plan options.
 #[must_use]
 pub fn tile_fields(words: &str) -> TileOptions {
     let fields = words.split(',').filter_map(|word| word.split_once('='));
     fields.map(|(field, value)| (field.to_owned(), value.to_owned())).collect()
 }
 
-/// A case's outcome and the sentence that describes it.
+/// A case's outcome, and a sentence that describes it.
 pub type Ended = (Outcome, String);
 
 impl Case {
-    /// Runs it. A panic of the backend is a failure of the case.
+    /// Runs the case. A panic of the backend counts as a failure of the case.
     #[must_use]
     pub fn run(&self, backend: &Device, options: &Options) -> Ended {
         if let Some(reason) = self.absent(backend, options) {
@@ -110,7 +110,7 @@ impl Case {
             Placement::Margins => None,
             Placement::EndsAtUnmapped | Placement::BeginsAtUnmapped => {
                 if checked {
-                    // Each tensor is an allocation of its own extent.
+                    // No shared margin: each tensor is an allocation of its exact extent.
                     None
                 } else if !host {
                     let none =
@@ -169,8 +169,8 @@ fn run_backward(case: &Backward, backend: &Device, options: &Options) -> Result<
     if case.data.room.placement != Placement::Sparse {
         verdict.faults.extend(intact_bwd(&host));
     }
-    // Whatever the device does in another order this time. Where the caller alone wants one, every case would
-    // run twice.
+    // A second run must have equal bits, whatever order the device uses. It is made only if the case asks for it;
+    // if the caller's option sufficed, every case would run twice.
     if case.deterministic && plan.promises().deterministic {
         verdict.faults.extend(differs_in_another_run(backend, &plan, &mut host)?);
     }
@@ -200,8 +200,8 @@ fn run_merge(case: &Combine, backend: &Device, options: &Options) -> Result<Verd
     Ok(verdict)
 }
 
-/// Rows of P sum to 1, so a constant V comes out as itself: within one rounding of O and the error of
-/// P's rounding, whatever the reference says. Needs every weight in the sum: no sink, no dropout.
+/// Checks a constant V: rows of P sum to 1, so O must equal V within one rounding of O and the error of P's
+/// rounding, independent of the reference. All weights must be in the sum: no sink, no dropout.
 fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
     let problem = &case.problem;
     let wide = !problem.dtypes.v.is_fp8() && !problem.dtypes.o.is_fp8();
@@ -220,7 +220,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
             }
             for head in 0..problem.dims.num_heads_q {
                 let got = o.get(span.q_batch, span.q_row + i, head, 0);
-                // `<=` and not its inverse `>`, so that a NaN is a fault too.
+                // The test uses `<=`, not the inverse `>`, so that NaN counts as a fault too.
                 if (got - crate::init::CONSTANT_V).abs() <= most {
                     continue;
                 }
@@ -290,7 +290,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
     Ok(())
 }
 
-/// The first element of each Q is 4, and of each sequence's last key so large that its score lies `ABOVE` the
+/// Sets the first element of each Q to 4, and that of each sequence's last key such that its score is `ABOVE` the
 /// others'; its V is 3.
 fn last_keys(host: &mut HostFwd) -> Result<()> {
     const ABOVE: f64 = 9.0;
@@ -344,7 +344,7 @@ fn faint_weights(host: &mut HostFwd, score: f64) {
     }
 }
 
-/// NaN in every row of K and V that no query of its kv head sees, or lists.
+/// Writes NaN to every row of K and V that no query of its kv head sees, or lists.
 fn hide_keys(host: &mut HostFwd) -> Result<()> {
     let (problem, spans) = (host.problem.clone(), host.spans.clone());
     let seq = host.inputs().seq;

@@ -1,4 +1,4 @@
-//! One owned tensor in host memory, and the named set of them that a call takes.
+//! An owned tensor in host memory, and the set of tensors that a call has, by name.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -76,11 +76,11 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// A number that makes one operand's random numbers differ from another's.
+    /// Salt that makes the random numbers of operands differ.
     pub(crate) fn salt(self) -> u64 {
         match self {
             Operand::Q => 1,
-            // A new key's numbers are those that it has in the cache.
+            // New keys have the numbers that they have in the cache.
             Operand::K | Operand::KNew => 2,
             Operand::V | Operand::VNew => 3,
             Operand::Dout => 4,
@@ -96,10 +96,10 @@ impl Operand {
     }
 }
 
-/// A tensor: its elements where its strides say, and poison everywhere else.
+/// A tensor with elements at its strides, and poison everywhere else.
 ///
-/// The poison is one byte, repeated, that is a NaN in the tensor's type. An element that nobody
-/// writes stays NaN and fails its check; a byte that nobody may write is compared with the poison.
+/// The poison is one byte, repeated, that is a NaN in the tensor's type. An element that is not written stays NaN
+/// and fails its check; bytes that must not be written are compared with the poison.
 pub struct Tensor {
     bytes: Bytes,
     /// Bytes before the first element.
@@ -110,7 +110,7 @@ pub struct Tensor {
     placement: Placement,
     /// Element type that host slices of the tensor name.
     elem: ElemType,
-    /// The elements' type; meaningless for lengths and the keep mask.
+    /// Type of the elements; unused for lengths and the keep mask.
     pub dtype: DType,
     /// Logical extents.
     pub shape: Shape,
@@ -128,10 +128,10 @@ pub struct Room {
 }
 
 impl Tensor {
-    /// Poison throughout (zeros where [`Placement::Sparse`]).
+    /// Makes a tensor of poison (of zeros with [`Placement::Sparse`]).
     ///
     /// # Errors
-    /// The size, where the system has not so much memory.
+    /// The size, if the system has too little memory.
     pub fn new(dtype: DType, shape: Shape, strides: Strides, room: Room) -> Result<Self> {
         let extent = ValidFwd::extent_bytes(strides, shape, dtype) as usize;
         let fnuz = matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz);
@@ -160,10 +160,10 @@ impl Tensor {
         Ok(Self { bytes, first, extent, poison, placement, elem, dtype, shape, strides })
     }
 
-    /// Moves the elements so many beyond the address they lie at, margins kept.
+    /// Moves the elements by this many elements in memory, and keeps the margins.
     ///
     /// # Errors
-    /// The size, where the system has not so much memory.
+    /// The size, if the system has too little memory.
     pub(crate) fn shift(&mut self, elems: u32) -> Result<()> {
         let first = self.first + elems as usize * self.dtype.size_bytes() as usize;
         let mut bytes = Bytes::filled(first + self.extent + 256, self.poison)?;
@@ -227,19 +227,19 @@ impl Tensor {
         &mut self.bytes[self.first..][..self.extent]
     }
 
-    /// Poison throughout, as an output is before its call.
+    /// Fills the tensor with poison, as for an output before its call.
     pub fn repoison(&mut self) {
         let poison = self.poison;
         self.elems_mut().fill(poison);
     }
 
-    /// All bytes, margins included, and where the first element lies in them.
+    /// All bytes, margins included, and the offset of the first element.
     pub(crate) fn raw(&self) -> (&[u8], usize) {
         (&self.bytes, self.first)
     }
 
-    /// Range of [`raw`](Self::raw) that is copied to a device's memory: all of it, or, where that memory
-    /// checks bounds, the elements and the bytes before them that set their alignment.
+    /// Range of [`raw`](Self::raw) that is copied to a device: all of it; or, if the device's memory checks bounds,
+    /// the elements and the bytes before them that give their alignment.
     pub(crate) fn placed(&self, memory: &dyn DeviceMemory) -> Range<usize> {
         if memory.checks_bounds() {
             self.first - self.first % 256..self.first + self.extent
@@ -248,7 +248,7 @@ impl Tensor {
         }
     }
 
-    /// Device memory for [`placed`](Self::placed), beside unmapped addresses where it is to lie there.
+    /// Device memory for [`placed`](Self::placed), next to unmapped addresses if the placement says so.
     pub(crate) fn device_memory(&self, memory: &dyn DeviceMemory) -> Result<DevBuffer> {
         let bytes = self.placed(memory).len() as u64;
         let at_edge = match self.placement {
@@ -261,7 +261,7 @@ impl Tensor {
         at_edge.map_or_else(|| unsafe { memory.alloc_uncleared(bytes) }, Ok)
     }
 
-    /// The rows of a sparse tensor as bytes of the placed ones; `None` where all are copied at once.
+    /// The rows of a sparse tensor as ranges of the placed bytes; `None` if everything is copied at once.
     pub(crate) fn pieces(&self) -> Option<Vec<Range<usize>>> {
         let row = (u64::from(self.shape.dim) * self.dtype.size_bytes()) as usize;
         let Shape { batch, seq, head, .. } = self.shape;
@@ -301,7 +301,7 @@ impl Tensor {
         dtype.write(value, &mut self.elems_mut()[at..]);
     }
 
-    /// Range of a row's elements, if they lie side by side.
+    /// Range of a row's elements, if they are contiguous.
     fn dense(&self, [batch, seq, head]: [u32; 3]) -> Option<Range<usize>> {
         let at = self.at(batch, seq, head, 0);
         let bytes = (u64::from(self.shape.dim) * self.dtype.size_bytes()) as usize;
@@ -318,7 +318,8 @@ impl Tensor {
             return;
         };
         let bytes = &mut self.elems_mut()[place];
-        // Filling tensors takes most of a battery's time, so each wide type has a loop of its own over a row.
+        // A separate loop over a row exists for each wide type, since filling tensors takes most of a battery's
+        // time.
         match dtype {
             DType::F32 => write_each(bytes, values, f32::to_le_bytes),
             DType::F16 => write_each(bytes, values, |value| f16::from_f32(value).to_le_bytes()),
@@ -421,10 +422,10 @@ impl Operands {
         self.0.get_mut(&operand)
     }
 
-    /// A tensor that every call of this kind has.
+    /// A tensor that every call of this kind has, so that it must exist.
     ///
     /// # Panics
-    /// Where the problem has no such operand.
+    /// If the problem has no such operand.
     #[must_use]
     pub fn expect(&self, operand: Operand) -> &Tensor {
         self.get(operand).unwrap_or_else(|| panic!("{operand:?} is no operand of this problem"))

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use crate::init::{Init, mix};
 use crate::tensor::{Operand, Operands, Room, Tensor};
 
-/// Lengths and offsets as the device reads them; empty where the problem has none.
+/// Lengths and offsets in the form that the device reads; empty if the problem has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
     /// Rows of packed tensors, pages of paged ones.
@@ -26,13 +26,13 @@ pub struct Lengths {
     pub cu_seqlens_new: Vec<i32>,
     /// Masks as data.
     pub masks: MaskNumbers,
-    /// Tree mask: u32 words as the contract lays them out.
+    /// Tree mask: u32 words in the contract's layout.
     pub tree_mask: Vec<i32>,
-    /// Lists of keys, as their strides lay them out.
+    /// Lists of keys, in the layout of their strides.
     pub indices: Vec<i32>,
     /// Entries in use of each list, if the problem has lengths of lists.
     pub topk_length: Vec<i32>,
-    /// Those of a second cache's keys.
+    /// Lengths of a second cache's keys.
     pub second: Option<Box<Lengths>>,
     /// Packed Q: `[batch + 1]`.
     pub cu_seqlens_q: Vec<i32>,
@@ -44,7 +44,7 @@ pub struct Lengths {
     pub seqused_k: Vec<i32>,
 }
 
-/// The numbers of masks as data, from each tensor's first element to its last; empty where the problem has none.
+/// The numbers of masks as data, from each tensor's first element to its last; empty if the problem has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MaskNumbers {
     /// Endpoints.
@@ -91,8 +91,8 @@ pub struct Data {
     pub room: Room,
 }
 
-/// A forward call's tensors: inputs filled at every element that the mask or the lengths do not
-/// exclude, NaN everywhere else, outputs NaN throughout.
+/// A forward call's tensors. Inputs are filled at every element that mask and lengths do not exclude, and NaN
+/// elsewhere; outputs are NaN.
 pub struct HostFwd {
     /// The problem of the case.
     pub problem: ValidFwd,
@@ -106,9 +106,9 @@ pub struct HostFwd {
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
-    /// How the last plan that ran sums scores, as it promised.
+    /// How the last plan summed scores, by its promise.
     pub score_sums: ScoreSums,
-    /// Whether the last plan that ran multiplies stored elements of V, so that it rounds P to their type (CONTRACT.md,
+    /// Whether the last plan multiplied V's stored elements, so that it rounds P to their type (CONTRACT.md,
     /// "Scales by blocks").
     pub rounds_p: bool,
 }
@@ -128,7 +128,7 @@ impl HostFwd {
         Self::with_fill(problem, lengths, data, &|tensor, operand, rows| fill(tensor, operand, rows, data))
     }
 
-    /// Makes tensors as [`new`](Self::new) does, but Q, K and V are NaN until the caller writes them.
+    /// Makes tensors like [`new`](Self::new), but Q, K and V are NaN until the caller writes them.
     pub(crate) fn unfilled(problem: FwdProblem, lengths: &Lengths, data: Data) -> Result<Self> {
         Self::with_fill(problem, lengths, data, &|_, _, _| ())
     }
@@ -166,7 +166,7 @@ impl HostFwd {
         Ok(Self { problem, totals, second_totals, operands, dropout, spans, score_sums, rounds_p })
     }
 
-    /// Operands as the reference reads them.
+    /// The operands in the form for the reference.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         let inputs = inputs_of((self.totals, self.problem.dims.batch), &self.operands, self.dropout);
@@ -175,8 +175,8 @@ impl HostFwd {
     }
 }
 
-/// A backward call's tensors. O and LSE are NaN until [`fill_forward`](Self::fill_forward) or the
-/// caller writes them.
+/// A backward call's tensors. O and LSE are NaN until [`fill_forward`](Self::fill_forward) or the caller writes
+/// them.
 pub struct HostBwd {
     /// The problem of the case.
     pub problem: ValidBwd,
@@ -188,7 +188,7 @@ pub struct HostBwd {
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
-    /// How the last backward plan that ran sums scores, as it promised.
+    /// How the last backward plan summed scores, by its promise.
     pub score_sums: ScoreSums,
 }
 
@@ -277,9 +277,9 @@ pub struct HostCombine {
 }
 
 impl HostCombine {
-    /// Fills the parts: their O as `data` says, their LSE normal. One row in four has one part that saw
-    /// nothing (LSE −inf, its O NaN), one row in sixteen no part that saw anything. To every LSE `lse_offset`
-    /// is added. Parts that are added have no LSE, and every row.
+    /// Fills the parts: O by `data`, LSE with normal numbers plus `lse_offset`. One row in four has one empty part
+    /// (LSE −inf, O NaN), one row in sixteen only empty parts. For sums of parts there is no LSE, and every row is
+    /// filled.
     ///
     /// # Errors
     /// A problem that contradicts itself, or too little memory.
@@ -317,7 +317,7 @@ impl HostCombine {
         }
         let mut o = Tensor::new(problem.dtype_o, shape, problem.o, data.room)?;
         if problem.merge == Merge::AddTo {
-            // The old content of O is kept behind the parts, so that the check has it when O is overwritten.
+            // O's old content is stored after the parts, since O is overwritten before the check.
             let mut held = Tensor::new(DType::F32, shape, Strides::bshd(shape), data.room)?;
             for (batch, row, head) in rows_of(shape) {
                 let mut values = vec![0.0; shape.dim as usize];
@@ -602,7 +602,7 @@ fn second_cache(
             operands.put(operand, Tensor::words(values, ElemType::I32, data.room)?);
         }
     }
-    // Where its keys lie does not depend on the queries.
+    // Key places do not depend on queries, so these are simplified.
     (alone.layout.q, alone.layout.seqused_q) = (QLayout::Batch, false);
     let facts = (lengths.totals, problem.dims.batch);
     let none = operands.input(Operand::Q);
@@ -633,7 +633,7 @@ pub(crate) fn set_page_byte(tensor: &mut Tensor, page: u32, at: usize, byte: u8)
     *tensor.byte_mut([page, row, 0, d]) = byte;
 }
 
-/// Fills rows of bytes: each group's scale is the least power of two by which its greatest value fits E4M3.
+/// Fills rows of bytes: each group's scale is the smallest power of two with which its greatest value fits E4M3.
 fn quantised_rows(tensor: &mut Tensor, format: CacheRows, operand: Operand, rows: &[Row], data: Data) {
     let page_size = tensor.shape.seq;
     let (values, group) = (format.values() as usize, format.group() as usize);
@@ -667,7 +667,7 @@ fn quantised_rows(tensor: &mut Tensor, format: CacheRows, operand: Operand, rows
     }
 }
 
-/// NaN in the rows of K or V that a kv head's queries see none of.
+/// Writes NaN to the rows of K or V that no query of their kv head sees.
 fn spoil_hidden(
     tensor: &mut Tensor,
     problem: &FwdProblem,
@@ -701,7 +701,7 @@ fn spoil_hidden(
 /// Fills these rows of Q, K or V.
 type Fill<'a> = &'a dyn Fn(&mut Tensor, Operand, &[Row]);
 
-/// A row to fill: where it lies, and which sequence's which position it is.
+/// A row to fill: its place, and the sequence and position that it belongs to.
 struct Row {
     storage_batch: u32,
     row: u32,
@@ -718,7 +718,7 @@ fn k_rows(spans: &[SeqSpan], places: KvRows<'_>) -> Vec<Row> {
     rows(spans, |span| (0..span.seqlen_cached).map(move |j| (places.at(span, j), j)))
 }
 
-/// New keys, by the positions that they get.
+/// Rows of new keys, with the positions that they get.
 fn new_rows(spans: &[SeqSpan]) -> Vec<Row> {
     rows(spans, |span| {
         let new = (span.seqlen_cached..span.seqlen_k).enumerate();
@@ -875,7 +875,7 @@ fn fill(tensor: &mut Tensor, operand: Operand, rows: &[Row], data: Data) {
     }
 }
 
-/// Fills the elements of a bias that some score uses; the mask hides the others, which stay NaN.
+/// Fills the elements of a bias that some score uses; elements of hidden pairs stay NaN.
 fn fill_bias(
     tensor: &mut Tensor,
     problem: &FwdProblem,

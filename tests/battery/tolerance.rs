@@ -69,13 +69,13 @@ pub struct Bound {
     pub rmse: f64,
 }
 
-/// Relative error of f32 arithmetic between a score of size `logits` and its share of a sum.
+/// Relative error of f32 arithmetic from a score of size `logits` to its share of a sum.
 #[must_use]
 pub fn f32_error(logits: f64) -> f64 {
     8.0 * DType::F32.unit_roundoff() * (2.0 + logits)
 }
 
-/// The bound; the module's text derives it.
+/// The bound, as derived in the module's text.
 #[must_use]
 pub fn bound(y: &Yardstick) -> Bound {
     let f32_share = f32_error(y.logits);
@@ -98,7 +98,7 @@ pub fn lse_bound(max_same: f64, logits: f64, max_lse: f64) -> Bound {
     Bound { max, rmse: max }
 }
 
-/// Half of it is the largest error of storing a number near 0.
+/// Smallest subnormal number of a type; half of it is the largest error of storing a number near 0.
 #[must_use]
 pub fn smallest_subnormal(dtype: DType) -> f64 {
     2f64.powi(match dtype {
@@ -112,8 +112,8 @@ pub fn smallest_subnormal(dtype: DType) -> f64 {
     })
 }
 
-/// The least cosine between a forward result and the reference that is believed, however bad the
-/// plain algorithm is: a floor under the relative rule, far above what any of these types needs.
+/// The least accepted cosine between a forward result and the reference, however inaccurate the plain algorithm is:
+/// a lower limit besides the relative rule, far above what any of these types needs.
 #[must_use]
 pub fn least_cosine(u_out: f64, u_inner: f64) -> f64 {
     let u = u_out.max(u_inner).max(1e-5);

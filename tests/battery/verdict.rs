@@ -26,11 +26,11 @@ pub struct Place {
 /// Comparison of one tensor with the reference.
 #[derive(Clone, Debug, Serialize)]
 pub struct TensorVerdict {
-    /// Name of the tensor: `o`, `lse`, `dq`, ...; `o of far rows`, ... for what is judged apart.
+    /// Name of the tensor: `o`, `lse`, `dq`, ...; or `o of far rows`, ... for elements that are judged separately.
     pub tensor: &'static str,
     /// Elements compared.
     pub checked: u64,
-    /// Largest error; infinite where one of the two is NaN or infinite and the other is not.
+    /// Largest error; infinite if only one of result and reference is NaN or infinite.
     pub max_error: f64,
     /// Bound of that error.
     pub max_bound: f64,
@@ -53,12 +53,12 @@ pub struct TensorVerdict {
 pub struct Verdict {
     /// A verdict for each output.
     pub tensors: Vec<TensorVerdict>,
-    /// Other faults: a byte written that belongs to no tensor, a keep mask that differs.
+    /// Other faults: a written byte outside all tensors, a wrong keep mask.
     pub faults: Vec<String>,
     /// Note on how the verdict was found: whether a law held bit for bit.
     pub note: Option<&'static str>,
-    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with; but in far rows,
-    /// if there are others.
+    /// A bound of the scores' magnitude, with which the bounds of outputs grow; taken over rows that are not far,
+    /// if there are any.
     pub logits: f64,
 }
 
@@ -69,11 +69,11 @@ impl Verdict {
         self.faults.is_empty() && self.tensors.iter().all(|tensor| tensor.pass)
     }
 
-    /// Whether the bounds are so wide that any result would be within them: f32 does not tell scores of
-    /// this size apart.
+    /// Whether the bounds are so wide that any result would pass: f32 cannot resolve scores of this size.
     #[must_use]
     pub fn says_nothing(&self) -> bool {
-        // A tenth of an output's own size: 1000 times what scores of 100 allow, and still a bound.
+        // The limit is a tenth of an output's own size: 1000 times what scores of 100 allow, and still a meaningful
+        // bound.
         f32_error(self.logits) > 0.1
     }
 
@@ -104,7 +104,7 @@ impl fmt::Display for TensorVerdict {
 }
 
 impl fmt::Display for Verdict {
-    /// `PASS` or `FAIL`, and the figures of each tensor, those that fail first.
+    /// Prints `PASS` or `FAIL`, and each tensor's figures, those that fail first.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", if self.pass() { "PASS" } else { "FAIL" })?;
         for passing in [false, true] {
@@ -122,7 +122,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// Sums over compared elements; two of them add up to that of both.
+/// Sums over compared elements; sums of two sets can be added.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Stat {
     pub(crate) count: u64,
@@ -144,7 +144,7 @@ pub(crate) struct Stat {
 }
 
 impl Stat {
-    /// Adds one element: found, exact, as the input's precision has it, and its spread.
+    /// Adds one element: the result, the exact value, the value in the input's precision, and its spread.
     pub(crate) fn add(&mut self, place: Place, same: f64, spread: f64) {
         let Place { got, want, .. } = place;
         self.count += 1;
@@ -263,7 +263,7 @@ impl Stat {
     }
 }
 
-/// A tensor's elements without terms in far rows, and those with.
+/// A tensor's elements without terms from far rows, and those with such terms.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Groups {
     pub(crate) near: Stat,

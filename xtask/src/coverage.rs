@@ -12,19 +12,19 @@ use crate::setup::{self, loudly};
 
 /// `file | part of the line | why it is not executed`.
 const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
-/// Kernels that are to be fast, and all that they are made of.
+/// Folders of the fast kernels and of everything they include.
 const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
-/// Cases of the battery: one type in all its edges but the head dimensions, whose kernels would each tell
-/// nothing new; its backward; FP8.
+/// Cases of the battery: one type in all edges except the head dimensions, whose kernels would show nothing new;
+/// its backward; FP8.
 const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16|backward/.*bf16\
      |fp8/blocks/|(edges|fp8/(all|head_dim)|heads|rare)/.*(e4m3fn|e5m2)/)";
 
-/// Lines of one file: those that some kernel has code for, and whether it was executed.
+/// Lines of one file for which some kernel has code, with whether they were executed.
 type Lines = BTreeMap<u32, bool>;
 
-/// Runs all that on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, the files
-/// of earlier runs are taken.
+/// Runs all of these on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, reads the
+/// files of earlier runs instead.
 pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let paths = if lines.is_empty() { observe(&root)? } else { lines.iter().map(PathBuf::from).collect() };
@@ -42,7 +42,7 @@ pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
     if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
 }
 
-/// Runs everything with lines noted; returns the files that tell of them.
+/// Runs everything with line recording; returns the recorded files.
 fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     let environment = setup::run();
     setup::build_with_emulators()?;
@@ -109,7 +109,7 @@ fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> (String,
         for (number, line) in text.lines().enumerate().map(|(i, line)| (i as u32 + 1, line.trim())) {
             let what = match lines.get(&number) {
                 Some(false) => "not executed",
-                // A function that calls an instruction has code wherever it is compiled at all.
+                // A function that calls an instruction has code wherever it is compiled.
                 None if line.contains("ptx::") && line.ends_with(';') && !is_declaration(line) => {
                     "in no kernel"
                 }
@@ -152,7 +152,7 @@ fn reason<'a>(reasons: &'a str, file: &str, line: &str, unused: &mut BTreeSet<&'
     })
 }
 
-/// Every file of the device text by the name that kernels include it by.
+/// Every file of the device text, by its include name.
 fn sources(root: &Path) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for base in ["kernels-cuda", "core/device"] {
@@ -190,7 +190,7 @@ mod tests {
         assert!(alone > 0 && page(&files, &root, "").0.contains("not executed"));
         assert_eq!(faults(&files, "fmha/sm90/fwd/fwd.cuh | __syncthreads(); | for the test"), alone - 1);
         assert_eq!(faults(&files, "fmha/sm90/fwd/fwd.cuh | no such text | for the test"), alone + 1);
-        // Another run executes it; what one run has executed stays so.
+        // A line that one run has executed stays executed.
         for executed in [1, 0] {
             assert_eq!(read(&format!("fmha/sm90/fwd/fwd.cuh {at} {executed}\n"), &mut files), Ok(()));
             assert_eq!(faults(&files, ""), alone - 1);

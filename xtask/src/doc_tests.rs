@@ -1,8 +1,8 @@
 //! The documentation's examples: of all packages as they are, and of the library on emulated devices too.
 //!
-//! Cargo documents each package anew for each run of its examples, and compiles them again. So there is one run, which
-//! hands each compiled program to this one: `cargo xtask run-examples PROGRAM` runs it once, and those of the library
-//! once more on each device of [`ARCHS`].
+//! Cargo documents each package anew for each run of its examples, and compiles them again. So there is one run,
+//! which passes each compiled program to this one: `cargo xtask run-examples PROGRAM` runs it once, and those of
+//! the library once more on each device of [`ARCHS`].
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -11,16 +11,16 @@ use crate::setup;
 use crate::step::Step;
 use crate::tally::Tally;
 
-/// Architectures that examples of the library run on, as on a machine with such a GPU: `auto` opens it.
+/// Architectures on which examples of the library run, as on a machine with such a GPU, which `auto` opens.
 const ARCHS: [&str; 3] = ["sm_90a", "sm_100a", "gfx942"];
 
-/// Variable that names those of [`ARCHS`] whose compilers are there, between commas.
+/// Variable with those of [`ARCHS`] whose compilers exist, separated by commas.
 const ON: &str = "FMHA_EXAMPLES_ON";
 
 /// The word by which rustdoc starts this program.
 pub(crate) const WORD: &str = "run-examples";
 
-/// The step of all examples, on devices whose kernels something compiles here.
+/// The step that runs all examples, on devices for whose kernels there is a compiler.
 pub(crate) fn step(environment: &[(String, String)], tally: &mut Tally) -> Step {
     let has_nvrtc = environment.iter().any(|(name, _)| name == "FMHA_NVRTC");
     let (there, absent): (Vec<&str>, Vec<&str>) = ARCHS
@@ -29,7 +29,8 @@ pub(crate) fn step(environment: &[(String, String)], tally: &mut Tally) -> Step 
     for arch in absent {
         tally.say(&format!("absent: doc tests on {arch}: no compiler for its kernels"));
     }
-    // All packages together: one alone would have other features of what it depends on, and build all of that again.
+    // All packages are built together: one alone would have other features of its dependencies, and rebuild all of
+    // them.
     let step =
         Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]).at_least(1);
     let Ok(own) = std::env::current_exe() else {
@@ -40,7 +41,7 @@ pub(crate) fn step(environment: &[(String, String)], tally: &mut Tally) -> Step 
     step.with(vec![("CARGO_ENCODED_RUSTDOCFLAGS".to_owned(), tool), (ON.to_owned(), there.join(","))])
 }
 
-/// Runs a program of examples in the folder of its package, as rustdoc asks for it.
+/// Runs a program of examples in the folder of its package, as rustdoc requires.
 pub(crate) fn run(program: &str, words: &[&str]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let same = |a: &Path, b: &Path| matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b);

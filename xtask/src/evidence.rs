@@ -1,9 +1,8 @@
 //! Counts, and the text that they were made on: `tests/evidence/*.txt`, and the table of
 //! docs/measured/battery.md made of them.
 //!
-//! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the
-//! emulator's. So each figure is kept with the hash of what it is about, and shown as stale as soon as that
-//! hash is another.
+//! A battery, a mutation run or a run on a device is valid only for its device text and emulator. So each figure is
+//! stored with their hash, and shown as stale when the hash changes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -12,14 +11,14 @@ use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
 
-/// The page that the table stands on.
+/// The page in which the table is printed.
 const PAGE: &str = "docs/measured/battery.md";
 
 const BEGIN: &str = "<!-- support: written by `cargo xtask support` from tests/evidence -->\n";
 const END: &str = "<!-- end of support -->";
 const FOLDER: &str = "tests/evidence";
 
-/// Headers outside a kernel's own folder that its launches begin with: kernel and header.
+/// Headers outside a kernel's own folder with which its launches begin: kernel and header.
 const ENTRIES: [(&str, &str); 5] = [
     ("combine", "fmha/combine.cuh"),
     ("combine", "fmha/combine.h"),
@@ -27,7 +26,7 @@ const ENTRIES: [(&str, &str); 5] = [
     ("rdna_decode", "fmha/cdna/decode/merge.h"),
     ("rdna_decode", "fmha/cdna/decode/update.h"),
 ];
-/// Folders within a kernel's that are another one's: kernel and folder.
+/// Folders inside a kernel's folder that belong to another kernel: kernel and folder.
 const WITHIN: [(&str, &str); 1] = [("sm90", "sm90/mla")];
 const FALLBACK: &str = "simt";
 
@@ -137,7 +136,7 @@ impl Evidence {
         text
     }
 
-    /// Whether a figure's text and emulator are the present ones.
+    /// Whether the device text and emulator of a figure are unchanged.
     fn is_fresh(&self, figure: &Figure) -> bool {
         let same = text_hash(&self.on, &figure.kernel).is_ok_and(|now| now == figure.text);
         let emulator = emulator_folder(&self.on).and_then(|folder| hash_of(&[folder]).ok());
@@ -162,12 +161,12 @@ fn emulator_folder(on: &str) -> Option<&'static str> {
     }
 }
 
-/// Folders of headers whose functions are an instruction each, of which a kernel uses a few.
+/// Folders of headers whose functions are one instruction each; a kernel uses a few of them.
 const INSTRUCTIONS: [&str; 2] = ["ptx", "isa"];
 
-/// Hash of what a kernel is made of: the headers of its folder, whose name its own begins with, and those
-/// that they include; of functions that are an instruction, those that it names. A case that ran on several
-/// kernels is about all of them.
+/// Hash of a kernel's text: the headers of the folder with which its name begins, and those that they include; of
+/// single-instruction functions, only those that it names. A case that ran on several kernels counts for all of
+/// them.
 fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     let folders: &[&str] = match on.split([',', ' ']).next().unwrap_or_default() {
         "cpu" => return hash_of(&["backend-cpu/src"]),
@@ -232,7 +231,7 @@ fn words<'a>(texts: impl Iterator<Item = &'a String>) -> BTreeMap<String, usize>
     counts
 }
 
-/// A header without the paragraphs of functions whose names stand nowhere else.
+/// A header without the paragraphs of functions that are named nowhere else.
 fn without_unnamed_functions(text: &str, named: &BTreeMap<String, usize>) -> String {
     let is_kept = |paragraph: &&str| {
         let own = words([(*paragraph).to_owned()].iter());
@@ -392,7 +391,7 @@ mod tests {
         assert!(table(&[Evidence::parse(&one.to_text()).unwrap_or_default()]).contains("| 2026-11-22 |"));
         let other = Figure { text: "0".repeat(32), ..figure.clone() };
         assert!(!one.is_fresh(&other) && one.row(&other, false).contains("**stale**, 2026-11-22"));
-        // An emulator that has changed since makes stale what it has shown.
+        // A changed emulator makes its earlier figures stale.
         assert!(!Evidence { emulator: Some("0".repeat(32)), ..one }.is_fresh(&figure));
     }
 

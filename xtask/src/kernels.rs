@@ -1,26 +1,24 @@
 //! The kernels that are interpreted where there is no device: one row for each kernel, architecture,
 //! operation and tile.
 //!
-//! A new kernel gets its rows here, and `cargo xtask test`, `--all` and the evidence take it from there.
+//! A new kernel gets its rows here, which `cargo xtask test`, `--all` and the evidence use.
 
 use crate::step::Step;
 
 /// How an emulated device runs asynchronous work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Asynchronous work is done as soon as it is issued: fast, and blind to a missing wait.
+    /// Asynchronous work is done as soon as it is issued: fast, but a missing wait goes unnoticed.
     Eager,
     /// Asynchronous work is done as soon as it is issued, and every access is ordered by vector clocks: a
     /// missing wait, fence or arrival is a failure.
     HappensBefore,
-    /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are
-    /// claimed by others.
+    /// Clusters run piece by piece in a random order, different in each launch, so that other CTAs get the tiles.
     DrawnOrder,
-    /// Asynchronous work is done as soon as it is issued, but unwritten memory holds finite garbage in place
-    /// of a NaN, which rows that are computed again would hide; so does the destination of a `cp.async` until
-    /// it is waited for.
+    /// Asynchronous work is done as soon as it is issued, but unwritten memory, and the destination of a `cp.async`
+    /// before its wait, hold finite garbage instead of NaN, which recomputed rows would hide.
     Garbage,
-    /// Asynchronous work takes effect as late as a seed decides, another with each launch.
+    /// Asynchronous work takes effect with random delays, different in each launch.
     Late,
 }
 
@@ -36,19 +34,19 @@ pub(crate) struct Row {
     /// `--tile`, where a row is about one that no table chooses for cases this small.
     pub(crate) tile: Option<&'static str>,
     pub(crate) mode: Mode,
-    /// Multiprocessors, so that each walks several tiles; `None` as the emulator has them.
+    /// Number of multiprocessors, few enough that each has several tiles; `None`: the emulator's default.
     pub(crate) multiprocessors: Option<u32>,
     /// The cases of `cargo xtask test`, and those of `--all`.
     pub(crate) in_test: Cases,
     pub(crate) in_all: Cases,
 }
 
-/// A filter of the battery, and of the kernels that it needs one in `deal`, with all cases that such a kernel serves:
-/// most of the time goes into compiling.
+/// A filter of the battery; of the kernels that its cases need one in `deal` runs, with all its cases, since most
+/// time goes into compiling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cases {
     pub(crate) filter: &'static str,
-    /// 1 is every kernel, 0 none.
+    /// One in `deal` kernels is tested: 1 is every kernel, 0 none.
     pub(crate) deal: u32,
 }
 
@@ -65,7 +63,7 @@ const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16
 const BLACKWELL_CACHES: &str = "^decode/(groups/[^/]*/wide/|(paged|append|append_packed|rotary|tree|layouts|unlike|\
     last_keys|long|split|many_parts|no_keys|clamped|pages_.*|head_dim|shared_pages|fixed_parts)/(.*/)?b?f16(/|$))";
 
-/// Cases of FP8 queries and keys whose V has rows, of FP8 too.
+/// Cases with FP8 queries and keys and a row-major V, also in FP8.
 const PREPARED_CASES: &str = "^fp8/blocks/(e4m3fn|e5m2)/(d[0-9x]*/[0b]/r|d256x256/(slanted|rising)|group|group_of_heads|window|\
     few_queries|softcap|dropout.*|sink|negative.*|o_.*|v_apart|nan_(nobody_sees.*|behind_(the|wide)_keys|in_.*))$";
 
@@ -88,7 +86,7 @@ const BLACKWELL: Row = Row { kernel: Some("sm100"), arch: "sm_100a", ..HOPPER };
 const HOPPER_WALKING: Row =
     Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
 
-/// Cases that `sm80` takes by itself: 16 bits, and no keep mask, which dropout's own edges ask for.
+/// Cases that `sm80` supports: 16 bits, without a keep mask, which dropout's own edges need.
 const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 
 /// Gradients of head dimensions beyond 128 that Blackwell's kernel takes.
@@ -110,7 +108,7 @@ const LATENT_LISTS: &str = "^lists/(wide/b?f16|wide_fp8/|latent/b?f16/d5|parts/b
 const AMPERE: Row = Row { kernel: Some("sm80"), arch: "sm_80", ..HOPPER };
 
 pub(crate) const ROWS: &[Row] = &[
-    // Cases that found planted faults run whole; of the rest one kernel in `deal` runs, with all its cases.
+    // Cases that found planted faults run completely; of the other kernels one in `deal` runs, with all its cases.
     Row {
         kernel: Some("sm90"),
         in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare)/.*bf16", deal: 2 },
@@ -120,7 +118,7 @@ pub(crate) const ROWS: &[Row] = &[
     // Scores and masks as code, each expression a kernel of its own; backend-cuda/tests/code.rs has a sample.
     Row { in_all: Cases { filter: "^code/", deal: 1 }, ..HOPPER },
     Row { in_all: Cases { filter: "^code/.*/b?f16/", deal: 1 }, ..AMPERE },
-    // Positions of a larger call, in every mask and modifier that has them.
+    // Calls that are parts of a larger one, with every mask and modifier that uses positions.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
     // Scores that grow are for kernels whose maxima may lag: those of f32, which the fallback takes a minute
     // for, are of `--all`.
@@ -132,8 +130,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..HOPPER
     },
-    // Two CTAs of a cluster share their loads and claim their tiles together. Blocks of 32 keys, because the cases are
-    // short; then two consumers, as the table has them.
+    // Two CTAs of a cluster share loads and take tiles together. Blocks of 32 keys, because the cases are short;
+    // then two consumers, like the table's tiles.
     Row {
         tile: Some("cluster=2,order=dynamic,block_m=64,block_n=32,wait_anchor=0"),
         in_test: Cases { filter: "^edges/(mask_sq_gt_sk|group|gqa).*bf16", deal: 1 },
@@ -150,8 +148,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
         ..HOPPER_WALKING
     },
-    // The tile counter is taken up again by the next call; loads by cp.async; V's foreign rows cleaned behind a proxy
-    // fence: each ordered by vector clocks.
+    // The tile counter is reset for the next call; loads by cp.async; foreign rows of V are zeroed before a proxy
+    // fence: each access is ordered by vector clocks.
     Row {
         tile: Some("order=dynamic"),
         in_test: Cases { filter: "^laws/(twice|a_recorded).*/bf16/.*/b$", deal: 1 },
@@ -248,7 +246,7 @@ pub(crate) const ROWS: &[Row] = &[
         ..amd("gfx942", NONE)
     },
     Row { in_all: Cases { filter: SMALL, deal: 1 }, ..amd("gfx1100", NONE) },
-    // dK and dV of parts of a kv head's queries, which end in another order each time.
+    // dK and dV of parts of a kv head's queries, which end in different orders.
     Row {
         kernel: Some("sm90"),
         mode: Mode::DrawnOrder,
@@ -503,8 +501,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^masks/.*/b?f16/([^cp]|c[^o])", deal: 1 },
         ..BLACKWELL
     },
-    // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest
-    // one in so many.
+    // The kernels on mma.sync: cases that found planted faults, with every access ordered by vector clocks; of the
+    // others one in several.
     Row {
         mode: Mode::HappensBefore,
         in_test: Cases {
@@ -526,7 +524,7 @@ pub(crate) const ROWS: &[Row] = &[
         kernel: None,
         ..AMPERE
     },
-    // Parts of a cache, pages looked up a block ahead, FP8 read as it lies: each copy ordered before what reads it.
+    // Parts of a cache, page look-ups one block ahead, unconverted FP8: each copy must be ordered before its reads.
     Row {
         mode: Mode::HappensBefore,
         in_test: Cases { filter: "^decode/split/bf16/(wide/q1/p1|e4m3fn/q1/strided|e5m2/q9/p64)$", deal: 1 },
@@ -540,7 +538,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..AMPERE
     },
-    // Finite garbage in place of NaN: copies that nobody waits for, registers that nobody has written.
+    // Finite garbage instead of NaN: finds copies without a wait, and unwritten registers.
     Row {
         mode: Mode::Garbage,
         in_test: Cases { filter: "^backward/(hidden/bf16/d64/b|head_dim/bf16/d64)$", deal: 1 },
@@ -651,7 +649,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(fp8_(cache|layouts)/e(4m3fn|5m2)|paged/b?f16)/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // FP8 caches, to the bits of their 16-bit twins: each kernel's that takes one of these.
+    // FP8 caches, bit-equal to 16-bit caches, for each kernel that supports one of them.
     Row {
         kernel: None,
         in_test: Cases {
@@ -704,7 +702,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^fp8/.*(e4m3fn|e5m2)(/|$)", deal: 1 },
         ..AMPERE
     },
-    // K and V by TMA, which a warp of its own issues.
+    // K and V loaded by TMA, issued by an extra warp.
     Row {
         arch: "sm_120a",
         mode: Mode::HappensBefore,
@@ -1080,8 +1078,8 @@ pub(crate) const ROWS: &[Row] = &[
     masks_on("rdna_bwd", "^masks/backward/b?f16/", "gfx1201"),
 ];
 
-/// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector
-/// clocks where they can be.
+/// One case of each kernel for `cargo xtask test --quick`, chosen to show most: with accesses ordered by vector
+/// clocks where possible.
 pub(crate) const QUICK: &[Row] = &[
     quick("sm90", OFF_TILE, HOPPER_WALKING),
     quick("sm90", "^backward/head_dim/bf16/d64$", HOPPER_WALKING),
@@ -1134,7 +1132,7 @@ const fn quick(kernel: &'static str, case: &'static str, of: Row) -> Row {
     Row { kernel: Some(kernel), in_test: Cases { filter: case, deal: 1 }, ..of }
 }
 
-/// The tile kernel of an AMD architecture. The rest of its battery is dealt out by `tests/emulated_amd.rs`.
+/// The tile kernel of an AMD architecture. `tests/emulated_amd.rs` runs the rest of its battery.
 const fn amd(arch: &'static str, in_test: Cases) -> Row {
     Row {
         kernel: None,
@@ -1149,7 +1147,7 @@ const fn amd(arch: &'static str, in_test: Cases) -> Row {
 }
 
 impl Row {
-    /// `cuda sm_90a sm90 order=dynamic hb`: what the counts of its run are called.
+    /// Name of the run's counts: `cuda sm_90a sm90 order=dynamic hb`.
     pub(crate) fn name(&self) -> String {
         let mode = match self.mode {
             Mode::Eager => None,
@@ -1165,7 +1163,7 @@ impl Row {
             .join(" ")
     }
 
-    /// The run of these cases: all of them, of those whose kernel is dealt to it.
+    /// The step that runs these cases: all of them, or those whose kernel belongs to this part.
     pub(crate) fn step(&self, cases: Cases, fmha: &str) -> Option<Step> {
         if cases.deal == 0 {
             return None;

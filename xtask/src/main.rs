@@ -1,8 +1,8 @@
 //! `cargo xtask test`: everything the tests need is set up, then everything is tested.
 //!
-//! The set-up installs what can be had (a compiler from the system's packages, one from PyPI into
-//! `target/`) and reports what cannot: tests that need it then say `absent`, and are not counted as
-//! passed. So do those for which CI has no time: `--all` runs them.
+//! The set-up installs what is available (a compiler from the system's packages, one from PyPI into `target/`) and
+//! reports what is not: tests that need it print `absent`, and do not count as passed. Tests for which CI has no
+//! time do so too; `--all` runs them.
 
 #[path = "../../bindings/c/install.rs"]
 mod c_install;
@@ -105,7 +105,7 @@ fn install_c_library(prefix: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Everything that takes hours, one after another, each whatever became of those before it.
+/// Runs everything that takes hours, one after another; a failure does not stop the rest.
 fn nightly() -> Result<(), String> {
     let runs: [fn() -> Result<(), String>; 5] = [
         || suite::run(Extent::All { index: 1, count: 1 }),

@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::setup::{self, loudly};
 use pages::{Broken, PAGES, Page};
 
-/// The sound kernel's, each with other delays and in another order of its CTAs.
+/// Number of schedules of the unbroken kernel, each with other delays and another order of its CTAs.
 const SCHEDULES: u32 = 100;
 
 /// Records the launches, breaks them, writes `target/nightly/PAGE-mutation.md` of each page, or of `only` one.
@@ -31,7 +31,7 @@ fn run_page(page: &Page) -> Result<(), String> {
     for (i, broken) in page.broken.iter().enumerate() {
         for (j, problem) in broken.problems.iter().enumerate() {
             let folder = launches.join(format!("{i}-{j}"));
-            // Files of an earlier run would count as launches of this one.
+            // Files of an earlier run would count as launches of this run.
             if folder.exists() {
                 std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             }

@@ -50,13 +50,13 @@ const KERNELS: [(&str, &str); 11] = [
     ),
 ];
 
-/// The launches of a recording that are broken, and what they are called.
+/// The launches of a recording to break, and their names.
 fn broken(folder: &Path, title: &str) -> Result<Vec<(String, String)>, String> {
     let entries = std::fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     files.sort();
     if title.starts_with("backward") {
-        // The recording of the forward, whose O and LSE the gradients need.
+        // The first file is the recording of the forward, whose O and LSE the gradients need.
         files = files.split_off(files.len().min(1));
     } else {
         files.truncate(1);

@@ -9,7 +9,7 @@ use crate::setup::{self, loudly};
 
 const FAULTS: &str = "tests/planted/host.tsv";
 
-/// An edit of a file, and the words of `fmha conformance` that are to end in failure: `NAME=value` in front is its
+/// An edit of a file, and the options of `fmha conformance` that must then fail; a leading `NAME=value` sets the
 /// environment.
 struct Fault<'a> {
     file: &'a str,
@@ -26,7 +26,7 @@ impl<'a> Fault<'a> {
     }
 }
 
-/// Plants each and says which were not found.
+/// Plants each fault and reports those that were not found.
 pub(crate) fn run() -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let environment = setup::run();
@@ -79,11 +79,11 @@ fn is_found(
     run.envs(environment.iter().cloned()).envs(fault.environment());
     run.arg("conformance").args(fault.words.split_whitespace().skip(fault.environment().count()));
     let status = run.status().map_err(|error| format!("fmha: {error}"))?;
-    // 1 is a wrong result; anything else is no finding.
+    // Exit status 1 is a wrong result; any other status is not a finding.
     Ok(status.code() == Some(1))
 }
 
-/// Mutants of the host code, cargo-mutants' list of them in one build: `tools/schemata`.
+/// Tests mutants of the host code: cargo-mutants' list, all in one build (`tools/schemata`).
 pub(crate) fn mutants(words: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let environment = setup::run();

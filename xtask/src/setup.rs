@@ -1,4 +1,4 @@
-//! Parts that the tests use beyond Rust: each part is installed if it can be, and named if it cannot.
+//! Programs and libraries that the tests use besides Rust: each is installed if possible, and named if not.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,8 +12,8 @@ const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
 const NVRTC_PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NVRTC_LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
-/// Another NVRTC, which a sample of the kernels is compiled by: the folder that it is unpacked into, its
-/// package, its library.
+/// Another NVRTC, with which a sample of the kernels is compiled: the folder to unpack it into, its package, its
+/// library.
 pub(crate) struct OtherNvrtc {
     pub(crate) folder: &'static str,
     package: &'static str,
@@ -24,7 +24,7 @@ pub(crate) struct OtherNvrtc {
 pub(crate) const NEWEST_NVRTC: OtherNvrtc =
     OtherNvrtc { folder: "nvrtc-newest", package: "nvidia-cuda-nvrtc>=13.2,<14", library: NVRTC_LIBRARY };
 
-/// The oldest that sm_100a is compiled by.
+/// The oldest NVRTC that compiles sm_100a.
 pub(crate) const OLDEST_NVRTC: OtherNvrtc = OtherNvrtc {
     folder: "nvrtc-12.8",
     package: "nvidia-cuda-nvrtc-cu12==12.8.*",
@@ -41,7 +41,7 @@ impl OtherNvrtc {
     }
 }
 
-/// Sets everything up; returns the environment variables that tell the tests where it is.
+/// Sets everything up; returns environment variables that tell the tests where it is.
 pub(crate) fn run() -> Vec<(String, String)> {
     let mut environment = Vec::new();
     if let Err(reason) = clang() {
@@ -51,7 +51,7 @@ pub(crate) fn run() -> Vec<(String, String)> {
         Ok(library) => environment.push(("FMHA_NVRTC".to_owned(), library.display().to_string())),
         Err(reason) => println!("absent: NVRTC ({reason}); NVIDIA kernels are not compiled"),
     }
-    // Emulators of this tree, which are current: what runs here builds them before it runs anything.
+    // The emulators of this tree are up to date, since every run builds them first.
     environment.push(("FMHA_EMULATOR_DIR".to_owned(), emulators().display().to_string()));
     environment
 }
@@ -91,7 +91,7 @@ fn nvrtc() -> Result<PathBuf, String> {
     unpacked(&target().join("nvrtc"), NVRTC_PACKAGE, NVRTC_LIBRARY)
 }
 
-/// Fetches a PyPI package and unpacks it into `folder`, once; the path of its `library`.
+/// Fetches a PyPI package and unpacks it into `folder`, once; returns the path of its `library`.
 fn unpacked(folder: &Path, package: &str, library: &str) -> Result<PathBuf, String> {
     let name = library;
     let library = folder.join(name);
@@ -159,7 +159,7 @@ pub(crate) fn nightly() -> PathBuf {
     target().join("nightly")
 }
 
-/// A page in [`nightly`] that `tool` is to write its table into.
+/// A page in [`nightly`] for the table of `tool`.
 pub(crate) fn page(name: &str, tool: &str) -> Result<PathBuf, String> {
     let folder = nightly();
     let path = folder.join(name);

@@ -1,4 +1,4 @@
-//! Steps of a test run: programs that are run one by one or beside each other, and what each took.
+//! Steps of a test run: programs that run one by one or in parallel, and the time that each takes.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -59,7 +59,7 @@ impl Step {
         Self { name: name.to_owned(), words, folder, environment, kind: Kind::Tests, at_least: 0 }
     }
 
-    /// Step of a program of which only the exit status counts, with these variables.
+    /// Step of a program of which only the exit status counts, with these environment variables.
     pub(crate) fn check(name: &str, words: &[&str], environment: Vec<(String, String)>) -> Self {
         let words = words.iter().map(|&word| word.to_owned()).collect();
         Self { name: name.to_owned(), words, folder: None, environment, kind: Kind::Check, at_least: 0 }
@@ -83,7 +83,7 @@ impl Step {
         Self { name, words, folder: None, environment, kind: Kind::Battery, at_least: 0 }
     }
 
-    /// Runs it to its end; what it prints is shown when it has ended.
+    /// Runs the step to its end, and then prints its output.
     fn run(&self, of: Instant, environment: &[(String, String)], tally: &Mutex<Tally>) -> Took {
         let start = Instant::now();
         let mut own = Tally::default();
@@ -119,7 +119,7 @@ impl Step {
         }
     }
 
-    /// Seconds of all processors, of what it has started and waited for too.
+    /// Seconds of all processors, including processes that it started and waited for.
     fn follow(
         &self,
         environment: &[(String, String)],
@@ -205,8 +205,8 @@ mod without_usage {
     }
 }
 
-/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first,
-/// if they come so.
+/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the caller puts the
+/// longest first.
 pub(crate) fn run_all(
     steps: &[Step],
     of: Instant,
@@ -235,8 +235,8 @@ pub(crate) fn run_all(
 }
 
 impl Took {
-    /// Does what is no step of a run that began at `run`. Its seconds of processors are those of the
-    /// processes that end meanwhile.
+    /// Runs work that is no step, in a run that began at `run`. Its processor seconds are those of the processes
+    /// that end meanwhile.
     pub(crate) fn of<T>(what: &str, run: Instant, work: impl FnOnce() -> T) -> (T, Self) {
         let (start, before) = (Instant::now(), of_children());
         let result = work();
@@ -252,8 +252,8 @@ impl Took {
     }
 }
 
-/// Time of the steps, longest first. Steps run beside each other: their seconds are more than the clock's.
-/// Those of processors say what a step takes on a machine that others share.
+/// Table of the steps' times, longest first. Steps run in parallel, so their seconds sum to more than the clock's.
+/// Processor seconds show a step's cost on a shared machine.
 pub(crate) fn table(took: &mut [Took], total: f64) -> String {
     took.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
     let mut text = String::from(

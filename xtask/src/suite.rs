@@ -15,7 +15,7 @@ use crate::tally::Tally;
 /// How much to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// The part that runs in two minutes once it is built, for a change before it is committed.
+    /// The part that takes two minutes after the build, for a change before its commit.
     Quick,
     /// The part that CI runs.
     Test,
@@ -46,7 +46,7 @@ impl Extent {
     }
 }
 
-/// Programs that take longest, by the package or target they come from: they start first, so that none is left over.
+/// Programs that take longest, by package or target: they start first, so that none runs alone at the end.
 const LONGEST: [&str; 11] = [
     "conformance",
     "candle_door",
@@ -80,7 +80,7 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     });
     let mut took = vec![building, waiting];
     let mut environment = compilers.map_err(|_| "the compilers' set-up panicked")?;
-    // Tests share what they compile, with each other and with the next run of the same text.
+    // Tests share compiled kernels with each other and with the next run.
     let cache = setup::target().join("test-cache");
     environment.push(("FMHA_CACHE_DIR".to_owned(), cache.display().to_string()));
     if matches!(extent, Extent::All { .. }) {
@@ -117,7 +117,7 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
 }
 
-/// The Python package's tests alone, on a library built for them.
+/// Runs the Python package's tests alone, on a library built for them.
 ///
 /// # Errors
 /// How many failed, or why none can run.
@@ -158,7 +158,7 @@ const BUILD: [&str; 8] = [
     "--message-format=json-render-diagnostics",
 ];
 
-/// All there is of both workspaces, beside each other: each ends in a chain of crates that one processor builds.
+/// Builds both workspaces in parallel, because each ends in a chain of crates that one processor builds.
 fn build() -> Result<Vec<Program>, String> {
     let (own, emulators) = std::thread::scope(|scope| {
         let emulators = scope.spawn(|| built(&mut setup::cargo_of_emulators(&BUILD)));
@@ -170,7 +170,7 @@ fn build() -> Result<Vec<Program>, String> {
     Ok(programs)
 }
 
-/// The crates' own tests, the laws of the house, the command, and what `--emulate` opens.
+/// Builds the crates' own tests, the laws of the house, the command, and the doubles that `--emulate` opens.
 fn build_quick() -> Result<Vec<Program>, String> {
     let mut own = Command::new(env!("CARGO"));
     own.args(["test", "--no-run", "--release", "--workspace", "--lib", "--bins"]);
@@ -192,7 +192,7 @@ fn built(cargo: &mut Command) -> Result<Vec<Program>, String> {
     if programs.is_empty() { Err("cargo build names no test program".to_owned()) } else { Ok(programs) }
 }
 
-/// The test program that a line of Cargo's messages tells of.
+/// The test program that a line of Cargo's messages describes.
 fn program(line: &str) -> Option<Program> {
     let field = |name: &str| {
         let (_, rest) = line.split_once(&format!("\"{name}\":\""))?;
@@ -244,7 +244,7 @@ fn steps(
     let all = matches!(extent, Extent::All { .. });
     let mut steps = Vec::new();
     for Program { name, path, folder } in programs {
-        // `--show-output`: the batteries' counts stand in the output of tests that pass.
+        // `--show-output` prints the batteries' counts, which are in the output of passing tests.
         let mut words = vec![path.clone(), "--show-output".to_owned()];
         words.extend(all.then(|| "--include-ignored".to_owned()));
         if name.ends_with(" folded") && extent != Extent::Quick {
@@ -297,7 +297,7 @@ fn dealt(steps: Vec<Step>, extent: Extent) -> Vec<Step> {
     }
 }
 
-/// Every `count`-th of them, from `index` (from 1): the parts are disjoint and together all.
+/// Every `count`-th element from `index` (from 1) on: the parts are disjoint, and together complete.
 fn part<T>(all: Vec<T>, index: usize, count: usize) -> Vec<T> {
     all.into_iter().enumerate().filter(|(at, _)| at % count == index - 1).map(|(_, one)| one).collect()
 }

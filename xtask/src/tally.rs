@@ -9,7 +9,7 @@ pub(crate) struct Tally {
     pub(crate) failed: u64,
     /// Cases of the battery, by their line: `battery cpu: 3120 passed, 0 failed, 12 refused, 0 absent`.
     battery: Vec<String>,
-    /// Lines in which a test says what it could not do.
+    /// Lines in which a test reports something absent.
     absent: Vec<String>,
 }
 
@@ -28,7 +28,7 @@ impl Tally {
         self.absent.extend(other.absent);
     }
 
-    /// Counts a line if it is one that closes a test program or a battery, or names an absence.
+    /// Counts a line if it ends a test program or a battery, or reports something absent.
     pub(crate) fn read(&mut self, line: &str) {
         let line = line.trim();
         if let Some(rest) = line.strip_prefix("test result: ") {

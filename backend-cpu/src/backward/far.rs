@@ -1,4 +1,5 @@
-//! Rows whose LSE is so large that its own rounding would show in P: what their scores are measured from.
+//! Rows whose LSE is so large that its rounding to f32 would change P, and the origin that is subtracted from their
+//! scores.
 
 use fmha_core::{Bias, BwdArgs, FwdProblem};
 
@@ -9,8 +10,8 @@ use crate::tasks::Threads;
 use crate::tensor::f32_at;
 
 /// Least absolute LSE at which a row gets an origin, equal to that of the device kernels (`fmha/row_bwd.h`,
-/// `sm90/bwd/preprocess.cuh`). Without a bias the scores round as LSE does, so an origin is needed
-/// where half an ulp of LSE is a hundredth of P.
+/// `sm90/bwd/preprocess.cuh`). Without a bias, scores have a rounding error like LSE's, so an origin is only needed
+/// where half an ulp of LSE changes P by a hundredth.
 fn least_far(fwd: &FwdProblem) -> f32 {
     if fwd.score.bias == Bias::None && fwd.code.is_empty() { 131_072.0 } else { 16384.0 }
 }
@@ -18,15 +19,15 @@ fn least_far(fwd: &FwdProblem) -> f32 {
 /// Relative difference of a score between two orders of summation.
 const ROUNDING_OF_SCORES: f64 = 1.0 / (1 << 20) as f64;
 
-/// Origins of the rows of a call, laid out as LSE is.
+/// Origins of the rows of a call, laid out like LSE.
 #[derive(Default)]
 pub(super) struct FarRows {
-    /// Number of rows; 0 where no row of the call has an origin.
+    /// Number of rows; 0 if no row of the call has an origin.
     rows: usize,
     /// Least absolute LSE at which a row has an origin.
     least: f32,
     origin: Floats,
-    /// LSE of the scores after the origin is subtracted; plain LSE in rows without an origin.
+    /// LSE relative to the origin; plain LSE in rows without an origin.
     lse: Floats,
 }
 
@@ -40,7 +41,7 @@ impl FarRows {
         Ok(Self { rows, origin: Floats::scratch(rows)?, lse: Floats::scratch(rows)?, ..far })
     }
 
-    /// Whether a row of this LSE has an origin.
+    /// Whether a row with this LSE has an origin.
     fn has(&self, lse: f32) -> bool {
         lse.is_finite() && lse.abs() >= self.least
     }
@@ -50,7 +51,7 @@ impl FarRows {
         self.rows > 0
     }
 
-    /// Origin of the row at this index of LSE, and LSE from there; `None` where no row of the call has any.
+    /// Origin of the row at this index of LSE, and LSE relative to it; `None` if no row of the call has an origin.
     pub(super) fn row(&self, index: usize) -> Option<(f32, f32)> {
         // SAFETY: `rows` numbers of each, which `measure_far_rows` has written before any row is read.
         (index < self.rows)
@@ -91,11 +92,10 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// Origin of a far row, and its LSE measured from there. A row without a gradient of O or LSE adds
-    /// nothing and needs no sum: most rows that are masked as a whole are such rows.
-    ///
-    /// Where no other score comes near the row's largest, its P is 1 whatever the scores that P is made of
-    /// round to: the origin then lies below it by more than that, and P is 1 at most.
+    /// Origin of a far row, and its LSE relative to it. A row whose gradients of O and LSE are 0 contributes
+    /// nothing and gets no sum: most fully masked rows are such rows. If no other score comes near the row's
+    /// largest, that score must have P = 1 even if the scores for P round differently: the origin is then placed
+    /// far enough below it, and P is limited to 1.
     fn origin_of(&self, head: &HeadScore, i_head: u32, i: u32, index: usize, lse: f32) -> (f32, f32) {
         let dout = self.dout.q_rows(head.span, i_head).skip(i as usize);
         // SAFETY: delta has a number for each row, dO head_dim_v.
@@ -108,7 +108,7 @@ impl Shared<'_> {
         }
         let mut origin = lse;
         let (mut top, mut sum) = self.sum_from(head, i_head, i, origin);
-        // LSE may be some of its last places off, each of them 2e31 at the most: once more from where the scores are.
+        // LSE may be wrong by a few ulps, each up to 2e31, so the sum is computed once more from the largest score.
         if top.is_finite() && top.abs() >= 1024.0 {
             origin += top as f32;
             (top, sum) = self.sum_from(head, i_head, i, origin);
@@ -121,7 +121,7 @@ impl Shared<'_> {
         (origin, if sum == 0.0 { f32::INFINITY } else { (top + sum.ln()) as f32 })
     }
 
-    /// The scores that query `i` sees, its sink's among them, measured from `origin`.
+    /// The scores that query `i` sees, and its sink, minus `origin`.
     fn scores_from<'a>(
         &'a self,
         head: &'a HeadScore,

@@ -1,5 +1,4 @@
-//! Backward: P is computed anew from LSE, tile by tile (Dao et al., "FlashAttention", arXiv
-//! 2205.14135, appendix B.4).
+//! Backward: P is recomputed from LSE, tile by tile (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B.4).
 //!
 //! ```text
 //! delta[i] = dO[i] . O[i]
@@ -10,14 +9,14 @@
 //!         dV += (keep P)^T dO,  dK += dS^T Q,  dQ += dS K
 //! ```
 //!
-//! Every sum has a fixed order, ascending over tiles: dK and dV over heads and queries, dQ over keys.
-//! Where there are at least as many kv heads as threads, a task is a kv head and computes all three
-//! in one pass. Where there are fewer, tiles of keys (dK, dV) and tiles of queries (dQ) are tasks of
-//! their own: seven products instead of five, on every thread, with the same bits.
+//! Every sum has a fixed order, ascending over tiles: dK and dV over heads and queries, dQ over keys. With at least
+//! as many kv heads as threads, a task is a kv head and computes all three gradients in one pass. With fewer kv
+//! heads, tiles of keys (dK, dV) and tiles of queries (dQ) are separate tasks: seven products instead of five, but
+//! all threads are busy, and the bits are equal.
 //!
-//! f32 has LSE to half its last place, so that all P of a row are off by one factor: by 0.1 % of an LSE of
-//! 16384, by exp(32) of 1e9, as whole rows have that a bias masks. Such rows' scores are measured from about
-//! their LSE, and their own sum of exponentials takes its place (`far.rs`).
+//! Rounding LSE to f32 multiplies all P of a row by one wrong factor: 0.1 % at an LSE of 16384, exp(32) at 1e9,
+//! which occurs in rows that a bias masks as a whole. In such rows about LSE is subtracted from the scores first,
+//! and their own sum of exponentials replaces LSE (`far.rs`).
 
 mod far;
 #[cfg(test)]
@@ -55,7 +54,7 @@ enum Task {
     Queries { span: usize, i_head: u32, i: u32 },
     /// dBias of the rows from `i` on of one matrix.
     Bias { i_batch: u32, i_head: u32, i: u32 },
-    /// The gradients of captured tensors from one part of the (sequence, head) pairs.
+    /// The gradients of captured tensors from one group of (sequence, head) pairs.
     Captured { part: usize },
 }
 
@@ -84,7 +83,7 @@ struct Shared<'a> {
     dk: Target,
     dv: Target,
     dbias: Option<Target>,
-    /// Captured tensors' gradients, a part of the heads each.
+    /// Gradients of captured tensors, one set of sums for each group of heads.
     captured: Vec<Mutex<Vec<Vec<f64>>>>,
     delta: Floats,
     far: FarRows,
@@ -94,7 +93,7 @@ struct Shared<'a> {
 unsafe impl Sync for Shared<'_> {}
 
 impl Backward<'_> {
-    /// Computes it.
+    /// Computes the backward.
     ///
     /// # Errors
     /// Memory for scratch that the system refuses, before anything is written.
@@ -128,7 +127,7 @@ impl Backward<'_> {
 }
 
 impl<'a> Backward<'a> {
-    /// The state that this call's tasks share; delta is still to be computed.
+    /// The state that this call's tasks share, before delta is computed.
     fn shared(&self) -> fmha_core::Result<Shared<'a>> {
         let (problem, args) = (self.problem, self.args);
         let fwd = problem.fwd();
@@ -160,10 +159,11 @@ impl<'a> Backward<'a> {
     }
 }
 
-/// Sums that are kept apart until the end, whatever the number of threads: the order of additions is the parts'.
+/// Number of separate sums of captured gradients. It does not depend on the number of threads, so the order of
+/// additions is fixed.
 const CAPTURED_PARTS: u64 = 8;
 
-/// Most elements of all parts together, where there is more than one.
+/// Most elements of all these sums together, if there is more than one.
 const MOST_CAPTURED: u64 = 1 << 22;
 
 fn captured_parts(problem: &ValidBwd) -> fmha_core::Result<Vec<Mutex<Vec<Vec<f64>>>>> {
@@ -203,7 +203,7 @@ impl Shared<'_> {
                     let heads = 0..dims.num_heads_kv;
                     add(&mut tasks, heads.map(|i_head_kv| Task::Keys { span, i_head_kv, j }))?;
                 }
-                // The last queries see most under a causal mask: they come first.
+                // The last queries see the most keys under a causal mask, so they start first.
                 for i in (0..lengths.seqlen_q).step_by(block_m).rev() {
                     add(&mut tasks, (0..dims.num_heads_q).map(|i_head| Task::Queries { span, i_head, i }))?;
                 }
@@ -253,7 +253,7 @@ impl Shared<'_> {
         self.blocks.block_n.next_multiple_of(12)
     }
 
-    /// Rows of dQ of one head, in whole tiles.
+    /// Number of dQ rows of one head, rounded up to whole tiles.
     fn query_capacity(&self, span: SeqSpan) -> usize {
         (span.seqlen_q as usize).next_multiple_of(self.blocks.block_m)
     }
@@ -428,7 +428,7 @@ impl Shared<'_> {
         Panel::new(head.band, i, queries, j, keys).is_none() || self.score.code.as_ref().is_some_and(by_code)
     }
 
-    /// One part of the captured tensors' gradients: heads, queries and keys ascending.
+    /// Computes one group's sums of captured gradients: heads, queries and keys in ascending order.
     fn captured_part<S: Simd>(&self, s: S, scratch: &mut Scratch, part: usize) {
         let Some(code) = &self.score.code else { return };
         let Blocks { block_m, block_n, .. } = self.blocks;
@@ -505,7 +505,7 @@ impl Shared<'_> {
         self.write(s, &self.dq, at, (queries, self.dims().0), from, scale, &mut scratch.row);
     }
 
-    /// dBias of rows of one matrix: the sum over every sequence and head that it serves.
+    /// dBias of some rows of one matrix: the sum over every sequence and head that reads it.
     fn bias_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, b: u32, h: u32, i: u32) {
         let fwd = self.problem.fwd();
         let (Some(to), Bias::Elementwise(bias)) = (&self.dbias, fwd.score.bias) else {

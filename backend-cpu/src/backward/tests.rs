@@ -18,7 +18,7 @@ fn tasks(lengths: &[(u32, u32)], threads: usize, dbias: bool) -> Vec<Task> {
     of_call(lengths, dbias, |_| {}, |shared| shared.tasks(threads).unwrap())
 }
 
-/// Calls `look` on a call of these lengths, whose problem `change` has changed.
+/// Calls `look` on a call with these lengths, whose problem `change` has modified.
 fn of_call<T>(
     lengths: &[(u32, u32)],
     dbias: bool,
@@ -110,7 +110,8 @@ fn every_row_of_dbias_is_in_one_task() {
     }
 }
 
-/// A fence stops the process: see [`Fenced`]. Neither queries nor keys nor columns fill their panels.
+/// Tensors end at a fence that stops the process on access (see [`Fenced`]). Queries, keys and columns do not fill
+/// their panels.
 #[test]
 fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     fn differentiates<S: Simd>(s: S) {
@@ -159,8 +160,8 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     crate::simd::Avx2::detect().into_iter().for_each(differentiates);
 }
 
-/// Sizes of scratch for tiles of eight queries and twelve keys, with rows of eight numbers. Wider vectors
-/// round them up to panels.
+/// A thread's scratch has room for one tile of queries and one of keys: eight queries and twelve keys with rows of
+/// eight numbers, rounded up to panels by wider vectors.
 #[test]
 fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     fn sizes<S: Simd>(shared: &Shared<'_>) -> ([usize; 5], [usize; 12]) {

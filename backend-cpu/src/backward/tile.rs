@@ -9,12 +9,12 @@ use crate::simd::Simd;
 use crate::tensor::f32_at;
 use crate::tile::Store;
 
-/// Functions that a score's gradient passes on its way back to the product.
+/// Functions through which a score's gradient is propagated back to the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Through {
-    /// No step: the gradient is that of the bias.
+    /// No function: the gradient of the score is also that of the bias.
     Nothing,
-    /// Through the soft-cap, to what code computed.
+    /// Through the soft-cap, to the score that the score function computed.
     SoftCap,
     /// The soft-cap and code.
     All,
@@ -23,26 +23,26 @@ pub(super) enum Through {
 /// A tile of queries against a tile of keys.
 pub(super) struct Tile {
     pub(super) keys: Floats,
-    /// K and V once more, as dense rows.
+    /// A second copy of K and V as dense rows.
     pub(super) key_rows: Floats,
     pub(super) value_rows: Floats,
     pub(super) queries: Floats,
     pub(super) douts: Floats,
     pub(super) queries_transposed: Floats,
     pub(super) douts_transposed: Floats,
-    /// S, then P times its keep factor: a panel for each panel of queries.
+    /// S, later P times its keep factor: one panel for each panel of queries.
     pub(super) weights: Floats,
     /// dP, overwritten by dS.
     pub(super) gradients: Floats,
     pub(super) extra: Floats,
     pub(super) slope: Floats,
     pub(super) code: CodeLanes,
-    /// Pairs of a panel that code hides.
+    /// Pairs of a panel that the mask function hides.
     pub(super) hide: Floats,
-    /// Scores before code: a panel for each panel of queries.
+    /// Scores before code, one panel for each panel of queries.
     pub(super) scaled: Floats,
     pub(super) lse: Floats,
-    /// Origin of each query's scores, where some origin is not 0.
+    /// Origin of each query's scores, if some origin is not 0.
     pub(super) origin: Floats,
     pub(super) has_origin: bool,
     pub(super) delta: Floats,
@@ -177,7 +177,7 @@ impl Shared<'_> {
             }
             // SAFETY: one number for each row of delta; block_m, no fewer than the queries, of the others.
             unsafe {
-                // A row that saw nothing has P = 0 = exp(S - inf).
+                // A row without visible keys must have P = 0 = exp(S - inf).
                 *tile.lse.as_mut_ptr().add(lane) = if lse == f32::NEG_INFINITY { f32::INFINITY } else { lse };
                 *tile.delta.as_mut_ptr().add(lane) = *self.delta.as_ptr().add(index);
                 *tile.dlse.as_mut_ptr().add(lane) = self.dlse_at(index) as f32;
@@ -185,7 +185,7 @@ impl Shared<'_> {
         }
     }
 
-    /// P and dS of the tile, and which of its panels are live.
+    /// Computes P and dS of the tile, and which of its panels have visible pairs.
     #[expect(clippy::too_many_arguments, reason = "a tile is two ranges")]
     pub(super) fn gradients<S: Simd>(
         &self,
@@ -238,8 +238,8 @@ impl Shared<'_> {
                 // SAFETY: panels of these keys.
                 unsafe { Code::hide::<S>(&panel, weights, tile.hide.as_ptr(), f32::NEG_INFINITY) };
                 if capped {
-                    // A hidden score may be NaN, and with it its slope: 0 times NaN would not be 0.
-                    // SAFETY: as above.
+                    // A hidden score may be NaN, and so may its derivative: multiplying by 0 would give NaN, so it
+                    // is replaced. SAFETY: as for the panels above.
                     unsafe { Code::hide::<S>(&panel, tile.slope.as_mut_ptr(), tile.hide.as_ptr(), 0.0) };
                 }
             }

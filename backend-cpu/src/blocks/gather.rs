@@ -3,15 +3,15 @@
 use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
 
-/// Copies rows of a tensor into panels of the head dimension; says whether all were finite, and as pairs of bf16 below
-/// [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude too.
+/// Copies rows of a tensor into panels of the head dimension. Reports whether all elements were finite and, for
+/// pairs of bf16, also smaller than [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
 pub(crate) struct Gather<'a> {
     pub(crate) from: Matrix,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) factor: f32,
     pub(crate) to: *mut f32,
-    /// Rows of a panel, or pairs of them.
+    /// Number of rows of a panel, or of pairs of rows.
     pub(crate) capacity: usize,
     pub(crate) pairs: bool,
     pub(crate) is_moderate: &'a mut bool,
@@ -126,15 +126,15 @@ impl<S: Simd> Op<S> for TransposePanels {
                 let from = from.wrapping_add(panel * capacity + first * width);
                 let to = to.wrapping_add(panel * width);
                 let live = width.min(cols - panel);
-                // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows
-                // beyond the last hold old numbers, and their lanes reach nothing.
+                // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows beyond the
+                // last hold old numbers, whose results are not used.
                 unsafe { transpose_rows(s, from, width, live, to) };
             }
         }
     }
 }
 
-/// PANEL rows of `cols` numbers, `stride` apart, to `cols` rows of PANEL.
+/// Transposes PANEL rows of `cols` numbers, `stride` apart, to `cols` rows of PANEL.
 ///
 /// # Safety
 /// All of that is readable and writable.

@@ -67,7 +67,7 @@ pub(crate) struct Columns {
     pub(crate) out: *mut f32,
     pub(crate) out_capacity: usize,
     pub(crate) store: Store,
-    /// Whether `weights` and `right` hold pairs of rows as bf16, `capacity` of them.
+    /// Whether `weights` and `right` hold pairs of rows as bf16; `capacity` then counts pairs.
     pub(crate) pairs: bool,
 }
 
@@ -76,7 +76,7 @@ impl<S: Simd> Op<S> for Columns {
     fn call(self, s: S) {
         let mut lane = 0;
         while lane < self.panel.queries {
-            // A panel of 16 is 6 + 6 + 4 rows, one of 32 is 12 + 12 + 8, one of 8 is 6 + 2 or 8.
+            // Rows of a panel by micro-tiles: 6 + 6 + 4 for 16, 12 + 12 + 8 for 32, and 6 + 2 or 8 for 8.
             let (left, room) = (self.panel.queries - lane, S::PANEL - lane);
             lane += match S::TILE_ROWS {
                 _ if left == 1 => self.group::<S, 1>(s, lane),
@@ -120,8 +120,8 @@ impl Columns {
 }
 
 impl Columns {
-    /// Computes the product over visible pairs alone, one pair at a time. A tile needs it where a hidden row
-    /// of `right` is not finite: 0 times NaN would reach rows that do not see it.
+    /// Computes the product over visible pairs alone, one pair at a time. It is needed if a hidden row of `right`
+    /// is not finite: 0 times NaN would reach rows that do not see it.
     pub(crate) fn visible_only<S: Simd>(self, visible: Visible) {
         let (width, (first, last)) = (S::PANEL, self.panel.rows);
         for lane in 0..self.panel.queries {
@@ -188,7 +188,8 @@ impl Rows<'_> {
         let (width, lanes) = (S::PANEL, S::PANEL);
         for col in (0..self.dim).step_by(width) {
             for row in (0..self.rows).step_by(R) {
-                // Panels that see none of these rows hold zeros or nothing: leave out those at both ends.
+                // Panels that see none of these rows hold zeros or were not written: those at both ends are
+                // skipped.
                 let sees = |panel: &Option<Panel>| {
                     panel.as_ref().is_some_and(|panel| panel.rows.0 < row + R && row < panel.rows.1)
                 };
@@ -199,7 +200,7 @@ impl Rows<'_> {
                     .at(first * self.capacity * lanes + row * lanes);
                 let right =
                     self.right.wrapping_add((col / width * self.right_capacity + first * lanes) * width);
-                // SAFETY: the capacity is a multiple of R. Rows beyond the last live one compute rows of C
+                // SAFETY: the capacity is a multiple of R. Rows beyond the last live one only produce rows of C
                 // that are never read.
                 unsafe {
                     let c = self.out.add(col * self.capacity + row * width);
@@ -237,8 +238,8 @@ impl Rows<'_> {
     }
 }
 
-/// `to[row] = left[row] . right[row]`, each a chain of FMAs as in the micro-tile: where O is one row
-/// of V, delta is dP to the bit. A row a lane, so that chains run side by side.
+/// `to[row] = left[row] . right[row]`, each a chain of FMAs as in the micro-tile, so that delta equals dP bit for
+/// bit if O is one row of V. Each lane has one row, so that chains run in parallel.
 pub(crate) struct RowDots {
     pub(crate) left: Matrix,
     pub(crate) right: Matrix,
@@ -250,7 +251,7 @@ pub(crate) struct RowDots {
 }
 
 impl RowDots {
-    /// Numbers of scratch that the product needs.
+    /// Number of f32 of scratch memory that the product needs.
     pub(crate) fn scratch<S: Simd>(cols: usize) -> usize {
         S::PANEL * (cols.next_multiple_of(S::PANEL) + 2 * cols)
     }
@@ -286,7 +287,7 @@ impl<S: Simd> Op<S> for RowDots {
     }
 }
 
-/// FMAs in registers, as many a second as the processor does; counts the operations.
+/// Runs FMAs on registers at the processor's full rate, and counts the operations.
 pub(crate) struct FmaLoop<'a> {
     pub(crate) flops: &'a mut f64,
 }

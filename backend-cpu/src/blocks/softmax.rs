@@ -1,11 +1,11 @@
-//! Steps on a panel of scores: softmax in the forward, its gradient in the backward.
+//! Operations on a panel of scores: softmax in the forward, its gradient in the backward.
 
 use fmha_core::DType;
 
 use crate::score::Panel;
 use crate::simd::{Op, Simd, exp};
 
-/// Running state of the online softmax, a lane each.
+/// Running state of the online softmax, one lane for each query.
 #[derive(Clone, Copy)]
 pub(crate) struct RowState {
     pub(crate) row_max: *mut f32,
@@ -14,8 +14,8 @@ pub(crate) struct RowState {
     pub(crate) alpha: *mut f32,
 }
 
-/// Scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` when that is a 16-bit type
-/// (for `pairs`, two rows of P become one of bf16 pairs), and the running state (Milakov and Gimelshein,
+/// Converts scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` if that is a 16-bit type
+/// (for `pairs`, two rows of P become one of bf16 pairs), and updates the running state (Milakov and Gimelshein,
 /// "Online normalizer calculation for softmax", arXiv 1805.02867).
 pub(crate) struct Softmax {
     pub(crate) panel: Panel,
@@ -70,8 +70,7 @@ impl Softmax {
             let mut base = row_max;
             for (v, base) in base.iter_mut().enumerate() {
                 let old = self.state.row_max.add(v * S::LANES);
-                // A base of 0 for a row that has seen nothing: exp(-inf - 0) is 0, and exp(-inf - -inf) is
-                // NaN.
+                // The base is 0 for a row without visible keys: exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN.
                 *base = s.select_le(*base, nothing, s.splat(0.0), *base);
                 s.store(self.state.alpha.add(v * S::LANES), exp(s, s.sub(s.load(old), *base)));
                 s.store(old, row_max[v]);
@@ -149,8 +148,8 @@ impl<S: Simd> Op<S> for Scale {
     }
 }
 
-/// S to P and dP to dS, in place on two panels: `P = exp(S - lse)`, `dS = P (keep dP - delta +
-/// dLSE)`, and the weights of dV, `keep P`. Rows outside the panel's live ones become 0.
+/// Converts S to P and dP to dS, in place on two panels: `P = exp(S - lse)`, `dS = P (keep dP - delta + dLSE)`, and
+/// computes the weights of dV, `keep P`. Rows outside the panel's live ones become 0.
 pub(crate) struct Gradient {
     pub(crate) panel: Panel,
     /// Rows of the panels.
@@ -195,9 +194,10 @@ impl<S: Simd> Op<S> for Gradient {
                             (s.mul(p, keep), s.mul(dp, keep))
                         }
                     };
-                    // dP - delta cancels, exactly where a query sees one key: dLSE comes after.
+                    // dP - delta cancels exactly if a query sees only one key, so dLSE is added afterwards.
                     let ds = s.mul(p, s.add(s.sub(dp, delta), dlse));
-                    // A hidden key's V, or a hidden query's dO, may hold NaN: 0 times it is not 0.
+                    // V of a hidden key, or dO of a hidden query, may hold NaN, and 0 times NaN is NaN: dS is
+                    // replaced by 0.
                     let ds = if self.panel.edge { s.select_le(score, hidden, zero, ds) } else { ds };
                     s.store(self.weights.add(at), kept);
                     s.store(self.gradients.add(at), ds);
@@ -214,8 +214,8 @@ impl<S: Simd> Op<S> for Gradient {
     }
 }
 
-/// `to += from` over the rows and live lanes of a panel. The other lanes hold anything, and may be
-/// live in a longer sequence that shares the sum.
+/// `to += from` over the rows and live lanes of a panel. Other lanes hold arbitrary numbers, and may be live in a
+/// longer sequence that shares the sum.
 pub(crate) struct AddTo {
     pub(crate) panel: Panel,
     pub(crate) from: *const f32,
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(x[..], wanted(3.0));
     }
 
-    /// Runs in two steps, so that the second one rescales.
+    /// The softmax runs over two blocks, so that the second one rescales.
     #[test]
     fn probabilities_are_rounded_to_the_type_of_v_and_their_sums_are_not() {
         let softmax = |round: DType| {

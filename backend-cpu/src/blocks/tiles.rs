@@ -1,12 +1,12 @@
-//! Forward's products in tiles of bf16, O standing transposed: head dimension down, queries across, as S
-//! does. K's rows and V's columns are A, Q and P are B: P is used as the softmax leaves it.
+//! The forward's products in tiles of bf16. O is transposed like S: head dimension down, queries across. K's rows
+//! and V's columns are operand A, Q and P are operand B, so that P is used in the layout that the softmax writes.
 
 use super::row_stride;
 use crate::score::{Panel, Visible};
 use crate::simd::{Between, Nothing, Op, Simd, TileProduct};
 use crate::tensor::Target;
 
-/// bf16 that a step of a product reduces, and rows of A in a block.
+/// Number of bf16 that one step of a product reduces over, and of rows of A in a block.
 pub(crate) const TILE: usize = 32;
 /// f32 in a vector; a panel has two.
 const LANES: usize = 16;
@@ -51,9 +51,9 @@ impl TileScores {
     }
 }
 
-/// V of a tile of keys from panels of pairs `[dim / PANEL][capacity][PANEL]` to rows of its columns,
-/// `[dim][row_stride(capacity)]` pairs, with zeros beyond the last key: what a hidden row of P, which is 0,
-/// is multiplied by is finite.
+/// Converts V of a tile of keys from panels of pairs `[dim / PANEL][capacity][PANEL]` to rows of its columns,
+/// `[dim][row_stride(capacity)]` pairs, with zeros beyond the last key, since P = 0 of a missing key must be
+/// multiplied by a finite number.
 pub(crate) struct TransposeValues {
     pub(crate) from: *mut f32,
     pub(crate) capacity: usize,
@@ -86,8 +86,8 @@ impl<S: Simd> Op<S> for TransposeValues {
 /// Turns scores into pairs of probabilities, `P = 2^(factor S - row_max)`, with zeros in the dead rows of the
 /// tiles, and updates the running state as [`Softmax`](super::Softmax) does, but in powers of 2.
 ///
-/// `row_max` follows the maximum only when the maximum is `slack` above it. Any base is correct that keeps P
-/// in range, and O is rarely rescaled (Dao and others use this in FlashAttention-4).
+/// `row_max` is only raised when the maximum exceeds it by `slack`, so that O is rarely rescaled; any base that
+/// keeps P in range is correct (FlashAttention-4 does this too).
 #[derive(Clone, Copy)]
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,
@@ -99,30 +99,30 @@ pub(crate) struct TileSoftmax {
     pub(crate) state: super::RowState,
 }
 
-/// A base is a rounded product, and a multiply-add takes it from exact ones. Beyond this, 2^22, half of its
-/// last place is more than 2^-2, a quarter of a power of 2 too many or too few of every P: there scores are
-/// scaled first.
+/// Largest base for which scores need not be scaled first, 2^22. The base is a rounded product, and a multiply-add
+/// subtracts it from exact products. Beyond this limit half an ulp of the base exceeds 2^-2, so P would be wrong by
+/// a quarter of a power of 2 or more.
 const LARGEST_BASE: f32 = 4_194_304.0;
 
-/// Progress of a [`TileSoftmax`]: first the largest scores, then probabilities.
+/// Progress of a [`TileSoftmax`]: first the comparison for the largest scores, then the probabilities.
 struct Progress<S: Simd, const VECTORS: usize> {
     softmax: TileSoftmax,
     /// Factor of the scores.
     factor: [S::V; VECTORS],
-    /// The largest so far, of even and of odd rows: one chain of maxima would take twice as long.
+    /// Largest scores so far of even and of odd rows: one chain of maxima would take twice as long.
     largest: [[S::V; VECTORS]; 2],
-    /// The row that comes next to be compared.
+    /// The next row to compare.
     compared: usize,
     /// Term that is added to a score.
     base: [S::V; VECTORS],
     row_sum: [S::V; VECTORS],
-    /// The row whose probabilities come next.
+    /// The row whose probabilities are computed next.
     row: usize,
     /// Pairs of rows between two steps of a product.
     pairs: usize,
 }
 
-/// Comparing takes that much less time than a probability.
+/// Rows compared in the time of one row's probabilities.
 const COMPARED_AT_ONCE: usize = 8;
 
 impl<S: Simd, const VECTORS: usize> Between<S> for Progress<S, VECTORS> {
@@ -162,12 +162,12 @@ impl TileSoftmax {
 }
 
 impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
-    /// The next `rows` into the largest; after the last of them, the running state's part.
+    /// Compares the next `rows` with the largest; after the last row, updates the running state.
     #[inline(always)]
     fn compare(&mut self, s: S, rows: usize) {
         let stop = (self.compared + rows).min(self.softmax.panel.rows.1);
         for row in (self.compared..stop).step_by(2) {
-            // Repeats a row if there is no other one.
+            // An odd last row is compared twice.
             for (parity, row) in [row, (row + 1).min(stop - 1)].into_iter().enumerate() {
                 for (v, largest) in self.largest[parity].iter_mut().enumerate() {
                     // SAFETY: a row and a vector of the panel. A NaN leaves the maximum alone and shows in P.
@@ -192,9 +192,9 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 let row_max = state.row_max.add(v * S::LANES);
                 let (old, seen) =
                     (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor[v]));
-                // A difference of -inf and -inf is NaN, and the new maximum is taken.
+                // The difference of -inf and -inf is NaN, and then the new maximum is taken.
                 let new = s.select_le(s.sub(seen, old), s.splat(self.softmax.slack), old, seen);
-                // A base of 0 for a row that has seen nothing: 2^(-inf - 0) is 0, and 2^(-inf - -inf) is NaN.
+                // The base is 0 for a row without visible keys: 2^(-inf - 0) is 0, but 2^(-inf - -inf) is NaN.
                 let finite = s.select_le(new, nothing, zero, new);
                 s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
                 s.store(row_max, new);
@@ -202,14 +202,15 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 farthest = s.max(farthest, s.abs(finite));
             }
         }
-        // Some lanes may have no query, and any number: each lane is looked at for itself, so that no row's
-        // bits hang on another.
+        // Lanes without a query may hold any number, so each lane is tested separately: no row's bits may depend on
+        // another row.
         if s.largest(farthest) > LARGEST_BASE {
             self.scale_far_lanes(s);
         }
     }
 
-    /// Scores times the factor, as the base was, in lanes where that is far from 0: then their difference is exact.
+    /// Multiplies scores by the factor, like the base was, in lanes whose base is far from 0: their difference is
+    /// then exact.
     #[inline(always)]
     fn scale_far_lanes(&mut self, s: S) {
         let (first, last) = self.softmax.panel.rows;
@@ -239,7 +240,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
         p
     }
 
-    /// The next `pairs` of rows, but for a row that has no other.
+    /// Computes the probabilities of the next `pairs` of rows; an odd last row has no partner.
     #[inline(always)]
     fn advance(&mut self, s: S, pairs: usize) {
         let stop = (self.row + 2 * pairs).min(self.softmax.panel.rows.1 & !1);
@@ -285,8 +286,8 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     }
 }
 
-/// Work that overlaps, since tiles and vectors use different units: products of the panel before and of the
-/// panel after, and between their steps the softmax of a panel.
+/// Work that overlaps, since tiles and vectors use different units: products of the panel before and of the panel
+/// after, with the softmax of a panel between their steps.
 pub(crate) struct TileStage {
     pub(crate) columns: Option<TileColumns>,
     pub(crate) softmax: Option<TileSoftmax>,
@@ -335,7 +336,7 @@ pub(crate) struct TileColumns {
     pub(crate) weights: *const f32,
     /// V's columns, [`TransposeValues`]'s.
     pub(crate) columns: *const f32,
-    /// Pairs of keys that a column has room for.
+    /// Capacity of a column in pairs of keys.
     pub(crate) capacity: usize,
     pub(crate) dim: usize,
     /// `[dim][PANEL]`.
@@ -384,7 +385,7 @@ impl TileColumns {
         // SAFETY: `dim` rows of a panel.
         unsafe {
             let alphas = [s.load(alpha), s.load(alpha.add(S::LANES))];
-            // Most tiles have factors of 1: see `TileSoftmax`.
+            // Most tiles do not rescale, so their factors are 1: see `TileSoftmax`.
             if (0..self.panel.queries).all(|lane| *alpha.add(lane) == 1.0) {
                 return;
             }
@@ -431,9 +432,9 @@ pub(crate) struct WriteTransposed<'a> {
     pub(crate) rows: usize,
     pub(crate) dim: usize,
     pub(crate) from: *const f32,
-    /// Factors, one for each row, in whole panels.
+    /// Factors, one for each row, padded to whole panels.
     pub(crate) factors: *const f32,
-    /// A bit for each panel that nothing was written to, and that is 0.
+    /// A bit for each panel that was never written and counts as 0.
     pub(crate) untouched: u128,
     /// Scratch of two blocks of LANES x LANES.
     pub(crate) staging: *mut f32,
@@ -474,7 +475,7 @@ impl<S: Simd> Op<S> for WriteTransposed<'_> {
     }
 }
 
-/// One panel of queries `[dim][PANEL]` to rows in panels of the head dimension, `capacity` rows each.
+/// Transposes one panel of queries `[dim][PANEL]` to rows in panels of the head dimension, `capacity` rows each.
 pub(crate) struct UntransposeOut {
     pub(crate) from: *const f32,
     pub(crate) dim: usize,

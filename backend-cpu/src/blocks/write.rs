@@ -5,18 +5,18 @@ use fmha_core::DType;
 use crate::simd::{Op, Simd};
 use crate::tensor::{Target, is_zero};
 
-/// Whether numbers, whole vectors of them, are all finite.
+/// Tests whether numbers, in whole vectors, are all finite.
 pub(crate) struct AllFinite<'a> {
     pub(crate) from: *const f32,
     pub(crate) len: usize,
-    /// Set to false where a number is not finite.
+    /// Set to false if a number is not finite.
     pub(crate) is_finite: &'a mut bool,
 }
 
 impl<S: Simd> Op<S> for AllFinite<'_> {
     #[inline(always)]
     fn call(self, s: S) {
-        // A finite x has 0 x = 0; infinities and NaN leave NaN in the sum.
+        // A finite x gives 0 x = 0; infinities and NaN make the sum NaN.
         let zero = s.splat(0.0);
         let mut residue = [zero; 2];
         for at in (0..self.len).step_by(S::LANES) {
@@ -47,7 +47,7 @@ pub(crate) struct WriteRows<'a> {
     pub(crate) from: *const f32,
     pub(crate) capacity: usize,
     pub(crate) factors: Factors,
-    /// A bit for each PANEL of rows that nothing was written to, and that are 0.
+    /// A bit for each PANEL of rows that were never written and count as 0.
     pub(crate) untouched: u128,
     /// Scratch of whole panels of columns.
     pub(crate) row: *mut f32,
@@ -65,7 +65,7 @@ impl<S: Simd> Op<S> for WriteRows<'_> {
                     Factors::All(factor) => factor,
                     Factors::Each(factors) => *factors.add(r),
                 });
-                // Straight to a row of f32 where it ends with a vector.
+                // Rows of f32 that end with a vector are written directly.
                 let out = to.row_ptr(batch, first + r as u32, head, 0);
                 let direct = to.dtype == DType::F32 && cols.is_multiple_of(S::PANEL);
                 let row = if direct { out.cast() } else { row };

@@ -1,8 +1,7 @@
-//! Rows whose scores or sums left f32 on the way, although their O and LSE do not: from memory once more, in f64, key
-//! by key.
-//!
-//! Large values of V do it (64 of 1e37 sum beyond f32 before they are divided), and scores that are a finite f32 but
-//! not so once more is added, or times log2(e). A row that saw a NaN or an infinity is not finite by right, and stays.
+//! Rows whose scores or sums overflowed f32 although their O and LSE fit: they are recomputed from memory in f64,
+//! key by key. Causes are large values of V (the sum of 64 times 1e37 overflows before the division), and scores
+//! that fit f32 but not with one more addition, or not times log2(e). A row that sees a NaN or an infinity is
+//! correctly non-finite, and stays.
 
 use std::ops::ControlFlow;
 
@@ -10,8 +9,9 @@ use super::{Scratch, Shared, Task};
 use crate::score::HeadScore;
 
 impl Shared<'_> {
-    /// Writes O and LSE again of those rows of a task that left f32. `factors` have taken the place of the rows' sums;
-    /// element `d` of row `r` of the sums of P V is at `place(r, d)`, and `all_finite` says what is known of all.
+    /// Writes O and LSE again for those rows of a task that overflowed f32. `factors` have replaced the rows' sums;
+    /// element `d` of row `r` of the sums of P V is at `place(r, d)`, and `all_finite` says whether all of them are
+    /// known to be finite.
     pub(super) fn mend_rows(
         &self,
         scratch: &Scratch,
@@ -33,8 +33,8 @@ impl Shared<'_> {
         }
     }
 
-    /// Writes a row's O and LSE again if it left f32 by no fault of its inputs: from its maximum, whether its sum is
-    /// NaN, and the elements of its sums of P V.
+    /// Writes a row's O and LSE again if it overflowed f32 although its inputs are finite. Decides from its
+    /// maximum, whether its sum is NaN, and the elements of its sums of P V.
     pub(super) fn mend_row(
         &self,
         (head, i_head, i): (&HeadScore, u32, u32),
@@ -69,15 +69,15 @@ impl Shared<'_> {
         })
     }
 
-    /// Whether some key of a row whose scores are all -inf has a bias that is more.
+    /// Whether some key of a row whose scores are all -inf has a bias above -inf.
     fn some_score_is_finite(&self, head: &HeadScore, i: u32) -> bool {
-        // A row that code hides as a whole is empty.
+        // A row whose keys are all hidden by code is empty.
         !head.coded
             && head.changes()
             && self.visible(head, i).any(|j| head.modified(0.0, i, j) > f64::NEG_INFINITY)
     }
 
-    /// Whether one of these columns of V has nothing but numbers where the row sees it.
+    /// Whether one of these columns of V has only numbers (no NaN or infinity) in the keys that the row sees.
     fn some_column_is_finite(&self, head: &HeadScore, i: u32, mut columns: Vec<usize>) -> bool {
         let end = self.visible(head, i).try_for_each(|j| {
             columns.retain(|&d| self.v.value(head, j, d, head.descale_v).is_finite());

@@ -1,5 +1,5 @@
-//! Preparation of a KV cache around attention: writes new rows, rotates Q to its positions, and gathers
-//! blocks of keys whose rows do not lie one after another.
+//! Preparation of a KV cache around attention: writes new rows, rotates Q by position, and gathers blocks of keys
+//! whose rows are not contiguous.
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
@@ -31,7 +31,7 @@ impl<'a> Angles<'a> {
         Self { rotary, cos: bytes(&cache.cos), sin: bytes(&cache.sin) }
     }
 
-    /// Turns a row that stands at `position`, which `spans` saw in the tables.
+    /// Rotates a row at `position`, which `spans` checked against the tables.
     fn turn(&self, row: &mut [f32], position: u32) {
         let (dtype, half) = (self.rotary.dtype, self.rotary.dim as usize / 2);
         let size = dtype.size_bytes() as usize;
@@ -133,7 +133,7 @@ pub(crate) struct TurnedQueries {
 }
 
 impl TurnedQueries {
-    /// `None` where nothing turns.
+    /// The rotation of a call; `None` without a rotary embedding.
     ///
     /// # Errors
     /// Memory that the system refuses.
@@ -179,7 +179,7 @@ impl TurnedQueries {
     }
 }
 
-/// K or V as it lies in the cache.
+/// K or V with its layout in the cache.
 #[derive(Clone, Copy)]
 pub(crate) struct Cached<'a> {
     /// The tensor.
@@ -188,9 +188,9 @@ pub(crate) struct Cached<'a> {
     pub(crate) rows: KvRows<'a>,
     /// Elements of a row.
     pub(crate) dim: usize,
-    /// The type that a narrower cache is taken for.
+    /// The type to which a narrower cache is converted.
     pub(crate) widened: Option<DType>,
-    /// Whether it is read where it lies and widened in registers.
+    /// Whether FP8 codes are read in place and converted in registers.
     pub(crate) in_codes: bool,
     /// Format of rows of bytes, and the rows of a page.
     pub(crate) packed: Option<(CacheRows, u32)>,
@@ -199,7 +199,7 @@ pub(crate) struct Cached<'a> {
 }
 
 impl Cached<'_> {
-    /// The type that arithmetic meets.
+    /// The element type in which arithmetic reads the operand.
     pub(crate) fn taken_as(&self) -> DType {
         if self.packed.is_some() {
             return DType::Bf16;
@@ -212,18 +212,18 @@ impl Cached<'_> {
         count * self.dim * self.taken_as().size_bytes() as usize
     }
 
-    /// Bytes of a key of one head, where it lies.
+    /// Bytes of a key of one head in memory.
     pub(crate) fn row_bytes(&self) -> usize {
         self.dim * self.source.dtype().size_bytes() as usize
     }
 
-    /// Whether the heads of one key lie nearer to each other than the keys of one head.
+    /// Whether the heads of one key are closer in memory than the keys of one head.
     pub(crate) fn heads_lie_together(&self) -> bool {
         let strides = self.source.strides();
         strides.head.unsigned_abs() < strides.seq.unsigned_abs()
     }
 
-    /// Whether rows can be read where they lie.
+    /// Whether rows can be read in place, without a copy.
     pub(crate) fn reads_in_place(&self) -> bool {
         (self.widened.is_none() || self.in_codes) && self.source.matrix(0, 0, 0).has_dense_rows()
     }
@@ -266,10 +266,10 @@ impl Cached<'_> {
         if self.in_codes { self.source.dtype() } else { self.taken_as() }
     }
 
-    /// Returns the cache with the tables that widen each head. Codes are read in place where the cache allows
-    /// it, for so few query rows of a head that it pays: each further pair of rows (with sixteen registers)
-    /// widens every code again. (AVX2, in place and by way of scratch, from memory: a query 4.8 and 3.2 GB/s,
-    /// four 1.9 and 2.9.)
+    /// Returns the cache with the conversion tables of each head. Codes are read in place if the cache's layout
+    /// allows it and a head has few query rows: each further pair of rows (with sixteen registers) converts every
+    /// code again. (AVX2, in place against through scratch, from memory: one query 4.8 against 3.2 GB/s, four
+    /// queries 1.9 against 2.9.)
     pub(crate) fn widened_by<S: Simd>(mut self, descales: &[f32], rows: u32) -> (Self, Vec<BytePlanes>) {
         // Scales by rows are no table of a head's codes.
         let Some(wide) = self.widened.filter(|_| self.scales.is_none()) else { return (self, Vec::new()) };
@@ -289,7 +289,7 @@ impl Cached<'_> {
         (self, planes)
     }
 
-    /// Bytes from head to head in what [`rows_of`](Self::rows_of) gives.
+    /// Bytes between heads in the rows that [`rows_of`](Self::rows_of) returns.
     pub(crate) fn head_step(&self) -> isize {
         match self.reads_in_place() {
             true => self.source.strides().head as isize * self.source.dtype().size_bytes() as isize,
@@ -312,8 +312,8 @@ impl Cached<'_> {
         }
     }
 
-    /// Brings keys `j .. j + keys.len()` of some kv heads (the first, and how many) together in `scratch`,
-    /// widened by what [`widened_by`](Self::widened_by) gave; where the first head's are.
+    /// Copies keys `j .. j + keys.len()` of some kv heads (the first, and how many) to `scratch`, converted with
+    /// the tables of [`widened_by`](Self::widened_by); returns where the first head's rows are.
     pub(crate) fn rows_in_scratch<S: Simd>(
         &self,
         s: S,
@@ -330,8 +330,8 @@ impl Cached<'_> {
         }
     }
 
-    /// Keys `j .. j + count` of one head as a matrix: where they lie, or brought together in `scratch`. `dense`: the
-    /// elements of a row are to lie side by side.
+    /// Keys `j .. j + count` of one head as a matrix: in place, or copied to `scratch`. `dense`: the elements of a
+    /// row must be contiguous.
     pub(crate) fn block<S: Simd>(
         &self,
         s: S,
@@ -383,8 +383,8 @@ impl Cached<'_> {
         let page_bytes = page_size as usize * format.row_bytes() as usize;
         for n in 0..count {
             let (page, row) = self.rows.at(span, j + n as u32);
-            // SAFETY: the argument check measured whole pages of bytes, `spans` or the list the page; the scratch has
-            // room for the keys of a tile.
+            // SAFETY: the argument check measured whole pages of bytes, and `spans` or the list checked the page;
+            // the scratch has room for the keys of a tile.
             unsafe {
                 let page = std::slice::from_raw_parts(self.source.matrix(page, 0, 0).at(0, 0), page_bytes);
                 let to = to.cast::<u16>().add(n * self.dim);
@@ -394,8 +394,8 @@ impl Cached<'_> {
         Matrix::dense(to, DType::Bf16, self.dim)
     }
 
-    /// Keys `j .. j + count` of heads, one after another at `to`, where there is room for them: a head's
-    /// [`head_step`](Self::head_step) behind the one before.
+    /// Copies keys `j .. j + count` of heads to `to`, which has room for them; each head's rows begin
+    /// [`head_step`](Self::head_step) bytes after the head's before.
     fn bring_together<S: Simd>(
         &self,
         s: S,
@@ -436,10 +436,10 @@ impl Cached<'_> {
     }
 }
 
-/// How far ahead the second-level cache is asked for rows.
+/// Distance in bytes by which rows are prefetched into the L2 cache.
 const AHEAD_BYTES: usize = 16 << 10;
 
-/// Rows of some heads to one place for each head, in the order of their addresses.
+/// Copies rows of some heads to a separate place for each head, in the order of their addresses.
 struct Together<'a> {
     /// Rows of the first head.
     from: Matrix,
@@ -447,12 +447,12 @@ struct Together<'a> {
     from_head: isize,
     heads: usize,
     rows: usize,
-    /// Rows that follow one another from the first on, in this call or after it.
+    /// Number of rows that are contiguous from the first on, in this call or after the copy.
     contiguous: usize,
     dim: usize,
     /// Bytes of an element in the destination.
     size: usize,
-    /// One for each head; none where they go as they are.
+    /// Conversion table of each head; empty if elements are copied unchanged.
     widen: &'a [BytePlanes],
     to: *mut u8,
     /// Bytes from head to head.

@@ -1,5 +1,4 @@
-//! Forward: blocked online softmax (Dao, "FlashAttention-2", arXiv 2307.08691), a tile of queries
-//! a task.
+//! Forward: blocked online softmax (Dao, "FlashAttention-2", arXiv 2307.08691), a task is a tile of queries.
 //!
 //! ```text
 //! for each tile of keys that the band touches
@@ -12,8 +11,8 @@
 //! O /= row_sum, LSE = row_max + ln row_sum
 //! ```
 //!
-//! A row's arithmetic depends on where tiles of keys begin (multiples of `block_n`) and on nothing
-//! else: not on `block_m`, the number of threads or the rest of the batch.
+//! A row's arithmetic depends only on where tiles of keys begin (at multiples of `block_n`), not on `block_m`, the
+//! number of threads or the rest of the batch.
 
 mod again;
 pub(crate) mod cache;
@@ -53,13 +52,13 @@ use crate::tile::Store;
 pub(crate) struct Blocks {
     /// Queries of a task, a multiple of a panel.
     pub(crate) block_m: usize,
-    /// Whether `block_m` may shrink where there would be too few tasks for the threads.
+    /// Whether `block_m` may shrink if there would be too few tasks for the threads.
     pub(crate) may_shrink: bool,
     /// Keys of a tile.
     pub(crate) block_n: usize,
-    /// Whether every sequence is taken in rows, however many queries it has.
+    /// Whether every sequence uses the row path, however many queries it has.
     pub(crate) rows_only: bool,
-    /// Whether products in tiles subtract the true running maximum too, as everything else does.
+    /// Whether products in tiles must subtract the exact running maximum, as all other code does.
     pub(crate) exact_max: bool,
 }
 
@@ -92,11 +91,11 @@ struct Scratch {
     staging: Floats,
     keys: Floats,
     values: Floats,
-    /// Keys, then values, that did not lie as rows one after another.
+    /// Copies of keys, then values, whose rows are not contiguous.
     gathered: Floats,
     /// V's columns, for products in tiles.
     columns: Floats,
-    /// A panel's, or those of two panels for products in tiles.
+    /// Scores of one panel, or of two panels for products in tiles.
     scores: Floats,
     /// One panel of a bias, or of keep factors.
     extra: Floats,
@@ -104,7 +103,7 @@ struct Scratch {
     /// Which pairs of a panel code hides.
     hide: Floats,
     out: Floats,
-    /// `out` once more, as rows, where products in tiles left it transposed.
+    /// `out` as rows, after products in tiles computed it transposed.
     out_rows: Floats,
     row_max: Floats,
     row_sum: Floats,
@@ -128,8 +127,8 @@ struct Shared<'a> {
     keep_mask: Option<Bytes>,
 }
 
-/// Tiles of `block_n` keys that some of `rows` see, ascending: those of the sink columns, then those
-/// of the band.
+/// Tiles of `block_n` keys that some query of `rows` sees, ascending: those of the sink columns, then those of the
+/// band.
 pub(crate) fn key_tiles(
     head: &HeadScore,
     rows: Range<u32>,
@@ -173,7 +172,8 @@ impl Forward<'_> {
         }
         shared.attend_rows(s, threads)?;
         threads.for_each(&mut scratch, tasks.len(), |scratch, task| {
-            // A constant first: for a set without tiles, kernels behind it are not compiled.
+            // The constant comes first in the condition: for a set without tiles the kernels behind it are not
+            // compiled.
             if S::TILES && in_tiles::<S>(problem) {
                 shared.attend_in_tiles(s, scratch, tasks[task]);
             } else {
@@ -241,8 +241,8 @@ impl<'a> Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// Large tiles copy K and V less often; small ones keep every thread busy. No result depends on
-    /// the choice.
+    /// Sizes of tiles: large tiles copy K and V less often; small ones keep every thread busy. Results do not
+    /// depend on the choice.
     fn blocks_for<S: Simd>(&self, threads: usize) -> Blocks {
         let mut blocks = self.blocks;
         let tasks = |block_m: usize| {
@@ -290,7 +290,7 @@ impl Shared<'_> {
         let dims = self.problem.dims;
         let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::PANEL);
         let keys = block_n.next_multiple_of(if in_tiles::<S>(self.problem) { TILE } else { S::TILE_ROWS });
-        // Small outputs are computed over panels, whatever O was.
+        // Small outputs are computed over panels, whichever path computed O.
         let panels = if self.problem.outputs.is_empty() { 0 } else { block_n.next_multiple_of(S::TILE_ROWS) };
         let keys = keys.max(panels);
         let tiled = |len: usize| Floats::scratch(if in_tiles::<S>(self.problem) { len } else { 0 });
@@ -332,7 +332,8 @@ impl Shared<'_> {
         scratch.row_sum.fill(0.0);
     }
 
-    /// K in rows and V in panels of `capacity`, of `keys` keys from `j` on; what [`Gather`] says of V.
+    /// Loads K in rows and V in panels of `capacity`, for `keys` keys from `j` on; returns the report of [`Gather`]
+    /// on V.
     fn load_keys<S: Simd>(
         &self,
         s: S,
@@ -373,7 +374,7 @@ impl Shared<'_> {
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
         let capacity = block_n.next_multiple_of(S::TILE_ROWS);
-        // Two bf16 in each element of Q, K, P and V: half the steps of every product.
+        // Elements of Q, K, P and V hold two bf16 each, which halves the steps of every product.
         let pairs = S::BF16_DOT && !S::TILES && dots_pairs(self.problem);
         let (dim_units, capacity_v) =
             if pairs { (dim_qk.div_ceil(2), capacity / 2) } else { (dim_qk, capacity) };
@@ -429,7 +430,7 @@ impl Shared<'_> {
                 multiply(s, Softmax { panel, scores, state, round, pairs });
                 if head.drops {
                     let keep = scratch.extra.as_mut_ptr();
-                    // 1 / (1 - p_drop) is a factor of the whole row: it comes at the end.
+                    // 1 / (1 - p_drop) is a factor of the whole row and is applied at the end.
                     s.plain().run(Keep { mask: head.keep, panel, factor: 1.0, to: keep });
                     s.plain().run(Multiply { panel, x: scores, y: keep });
                 }
@@ -464,8 +465,8 @@ impl Shared<'_> {
         self.mend_rows(scratch, task, &head, all_finite, place);
     }
 
-    /// LSE and the keep flags; what rows of O are to be multiplied by takes the place of their sums. Row
-    /// maxima count in `unit`s.
+    /// Writes LSE and the keep flags; the factors for rows of O replace the rows' sums. Row maxima are multiples of
+    /// `unit`.
     fn settle_rows(&self, scratch: &mut Scratch, task: Task, head: &HeadScore, unit: f64) {
         let span = head.span;
         for row in 0..task.queries as usize {
@@ -493,8 +494,8 @@ impl Shared<'_> {
         (span.q_batch, span.q_row + task.i, task.i_head)
     }
 
-    /// Writes O, which was `found` in panels of the head dimension; where `fresh` has a bit, a panel of queries has
-    /// seen nothing.
+    /// Writes O from panels of the head dimension; a bit in `fresh` marks a panel of queries without visible keys,
+    /// which was not written.
     fn write_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, fresh: u128, found: *const f32) {
         s.plain().run(WriteRows {
             to: &self.o,
@@ -535,8 +536,8 @@ impl Shared<'_> {
     }
 }
 
-/// Runs a kernel on panels, which may be of pairs of bf16 where a set multiplies pairs outside of tiles. Every other
-/// set has the code of its plain one.
+/// Runs a kernel on panels, which may hold pairs of bf16 if the instruction set multiplies pairs outside of tiles.
+/// All other sets use their plain set's code.
 fn multiply<S: Simd>(s: S, op: impl Op<S> + Op<S::Plain>) {
     if S::BF16_DOT && !S::TILES {
         s.run(op);
@@ -557,7 +558,7 @@ pub(crate) fn settle(row_max: f64, row_sum: f64, sink: Option<f32>) -> (f64, f64
     (share / total, top + total.ln())
 }
 
-/// `e^x`, at once where there is no sink: a call took as long as the rest of the row.
+/// `e^x`, with a shortcut if there is no sink: calling the function took as long as the rest of the row.
 fn exp(x: f64) -> f64 {
     match x {
         0.0 => 1.0,

@@ -1,5 +1,5 @@
-//! Forward over scales by blocks: Q, K and V are multiplied by their scales first, each rounded once to the type of its
-//! values, and the call goes on over those.
+//! Forward with scales by blocks: Q, K and V are first multiplied by their scales, each product rounded once to the
+//! type of the values, and the forward runs on the results.
 
 use fmha_core::scaled_rows::ScaledRows;
 use fmha_core::seq::KvRows;
@@ -13,7 +13,7 @@ use crate::tensor::{Target, f32_at};
 /// Rows of a task.
 const ROWS: u32 = 64;
 
-/// Some rows of a sequence in one tensor.
+/// Rows of one sequence in one tensor.
 #[derive(Clone, Copy)]
 struct Task {
     tensor: usize,
@@ -22,7 +22,7 @@ struct Task {
     rows: u32,
 }
 
-/// Hands the call over the values to `run`.
+/// Computes the scaled values and passes a call on them to `run`.
 ///
 /// # Errors
 /// Memory that the system refuses, before anything is written.
@@ -82,8 +82,8 @@ pub(super) fn forward(
                 if factor != 1.0 {
                     row.iter_mut().for_each(|x| *x *= factor);
                 }
-                // SAFETY: the row is one of the memory that was reserved for this tensor's rows, and this task's alone:
-                // sequences have rows of their own in Q, and K and V are theirs by the batch axis.
+                // SAFETY: the row lies in the memory that was reserved for this tensor's rows, and only this task
+                // writes it: sequences have separate rows in Q, and in K and V by the batch axis.
                 unsafe { to.write_strided(to_at.0, to_at.1, head, row) };
             }
         }
@@ -109,7 +109,7 @@ pub(super) fn forward(
     run(&Forward { problem: &values, args: &over, spans, blocks })
 }
 
-/// The scale of a whole tensor, or of its (sequence, kv head); 1 where there is none.
+/// The scale of a whole tensor, or of its (sequence, kv head); 1 if there is none.
 fn tensor_scale(call: &Forward<'_>, tensor: usize, span: &SeqSpan, head: u32) -> f32 {
     let (scales, score) = (&call.problem.scales, &call.args.score);
     let (kind, slice) = [
@@ -122,7 +122,7 @@ fn tensor_scale(call: &Forward<'_>, tensor: usize, span: &SeqSpan, head: u32) ->
     slice.as_ref().map_or(1.0, |slice| f32_at(slice, index))
 }
 
-/// Memory of an output, for a call over the values that ends before this one does.
+/// The memory of an output, borrowed for the inner call, which ends before this one.
 fn written<'a>(slice: &'a DevSliceMut<'_>) -> DevSliceMut<'a> {
     // SAFETY: the memory that the caller's slice promises, which nothing else touches meanwhile.
     unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }

@@ -1,8 +1,8 @@
 //! Small outputs of forward: the greatest score of each row and of each head, and each key's sum of probabilities.
 //!
-//! A pass of its own, once O is written: scores are computed again, in f32 as the softmax has them, and once more
-//! where probabilities are summed, whose divisor is known after the first time. A head of a sequence is a task, and
-//! takes its rows in order, so that sums have one order whatever the number of threads.
+//! A separate pass after O computes the small outputs: scores are recomputed in f32, as for the softmax, and a second
+//! time if probabilities are summed, whose divisor is known only after the first time. A task is a head of a
+//! sequence and processes its rows in order, so that sums have a fixed order for any number of threads.
 
 use fmha_core::SeqSpan;
 
@@ -14,7 +14,7 @@ use crate::score::{Adjust, HeadScore, Panel};
 use crate::simd::Simd;
 use crate::tasks::Threads;
 
-/// The softmax of a row so far, in f64: its greatest score, and the sum of `exp(score - max)`.
+/// Running softmax of a row in f64: its greatest score so far, and the sum of `exp(score - max)`.
 #[derive(Clone, Copy)]
 struct Row {
     max: f64,
@@ -35,7 +35,7 @@ impl Row {
         }
     }
 
-    /// `ln` of the sum with a sink, which P is taken from; +inf for a row without any weight.
+    /// `ln` of the sum including a sink, from which P is computed; +inf for a row without weight.
     fn lse(self, sink: Option<f32>) -> f64 {
         let sink = sink.map_or(f64::NEG_INFINITY, f64::from);
         let top = if self.max.is_nan() { self.max } else { self.max.max(sink) };
@@ -48,7 +48,7 @@ impl Row {
 }
 
 impl Forward<'_> {
-    /// Computes those that the problem has.
+    /// Computes the small outputs that the problem has.
     ///
     /// # Errors
     /// Memory for scratch that the system refuses.
@@ -71,7 +71,7 @@ impl Forward<'_> {
         for _ in 0..used {
             scratch.push(shared.scratch::<S::Plain>()?);
         }
-        // The greatest score of each task, written by it alone.
+        // The greatest score of each task, written by that task alone.
         let mut of_tasks = Floats::scratch(tasks)?;
         of_tasks.fill(f32::NEG_INFINITY);
         let greatest = Greatest(of_tasks.as_mut_ptr());
@@ -109,13 +109,13 @@ impl Greatest {
     }
 }
 
-/// The greater of two, NaN where one is.
+/// The greater of two numbers; NaN if one is NaN.
 fn greater(a: f32, b: f32) -> f32 {
     if b > a || b.is_nan() { b } else { a }
 }
 
 impl Shared<'_> {
-    /// Those of one head of a sequence; its greatest score.
+    /// Computes the small outputs of one head of a sequence; returns its greatest score.
     fn small<S: Simd>(
         &self,
         s: S,
@@ -163,8 +163,8 @@ impl Shared<'_> {
         greatest
     }
 
-    /// Hands each score of a task to `each`, with its row and its key: -inf for a pair that is hidden. Rows ascend
-    /// with a key, and keys within a tile.
+    /// Calls `each` with every score of a task, its row and its key; the score is -inf for a hidden pair. For one
+    /// key rows ascend, and within a tile keys ascend.
     fn scores_of<S: Simd>(
         &self,
         s: S,
@@ -202,7 +202,7 @@ impl Shared<'_> {
         }
     }
 
-    /// A panel of scores as the softmax has it.
+    /// Computes a panel of scores as for the softmax.
     fn panel_of_scores<S: Simd>(
         &self,
         s: S,

@@ -1,4 +1,4 @@
-//! Division of a forward call into tasks, its scratch, and equal bits from every way to compute.
+//! How a forward call is divided into tasks, its scratch, and equal bits on every path.
 
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::{
@@ -19,7 +19,7 @@ struct Operands {
 }
 
 impl Operands {
-    /// Numbers that look random; V of key `nan` of each head is not finite.
+    /// Makes pseudo-random operands; V of key `nan` of each head is not finite.
     fn new(problem: &FwdProblem, nan: Option<u32>) -> Self {
         let noise = |count: u64, salt: u32| -> Vec<f64> {
             let word = |i: u64| philox4x32_10([i as u32, salt, 0, 0], [1, 2])[0];
@@ -85,7 +85,7 @@ fn biased(mut problem: FwdProblem) -> FwdProblem {
     problem
 }
 
-/// O and the bits of LSE; of a NaN, that it is one.
+/// Runs attention; returns O, and the bits of LSE (all NaN count as equal).
 fn attend<S: Simd>(s: S, problem: &FwdProblem, from: &Operands) -> (Vec<f64>, Vec<u32>) {
     let valid = problem.clone().validate().unwrap();
     let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
@@ -134,7 +134,8 @@ fn sixteen_lanes_and_dot_products_of_pairs_give_the_bits_of_four_lanes() {
     }
 }
 
-/// Few queries go through the row path, where each instruction set has its own order of sums.
+/// Few queries give equal results for all instruction sets up to rounding: they use the row path, where each set
+/// has its own order of sums.
 #[test]
 fn few_queries_of_any_type_are_the_same_but_for_rounding() {
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E5m2] {
@@ -155,7 +156,8 @@ fn few_queries_of_any_type_are_the_same_but_for_rounding() {
     }
 }
 
-/// Panels of as many queries are edges for both.
+/// Products of bf16 pairs give the bits of f32 also if a hidden V is NaN. Panels have equally many queries, so the
+/// edges are equal.
 #[test]
 fn beside_a_hidden_nan_pairs_give_the_bits_of_f32() {
     for (dims, mask, nan) in [((40, 72), "b", 139), ((41, 24), "b:20,3,2", 138), ((40, 40), "t", 60)] {
@@ -204,14 +206,15 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     crate::simd::Avx2::detect().into_iter().for_each(attends);
 }
 
-/// Buffers of a thread that no task fills from end to end.
+/// Buffers of a thread that no task fills completely.
 fn floats(scratch: &mut Scratch) -> [&mut Floats; 12] {
     let Scratch { queries, staging, keys, values, gathered, columns, scores, extra, .. } = scratch;
     let Scratch { out, out_rows, alpha, row, .. } = scratch;
     [queries, staging, keys, values, gathered, columns, scores, extra, out, out_rows, alpha, row]
 }
 
-/// Each buffer of a thread's scratch is made larger, and what is beyond its own end is looked at afterwards.
+/// A task stays within its scratch: each buffer is made larger, and the part beyond its own end is checked
+/// afterwards.
 #[test]
 fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
     fn attends<S: Simd>(s: S, problem: &FwdProblem) {
@@ -267,8 +270,8 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             attends(Portable, &dropping);
         }
     }
-    // More queries than keys: whole panels of the first rows, or of the last rows, see nothing, and their O
-    // was not written before.
+    // With more queries than keys, whole panels of the first or last rows see no keys, and their O was not written
+    // before.
     for (mask, dtype_o) in
         ["b", "t:5,0"].into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)])
     {
@@ -276,7 +279,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
         attends(Portable, &of(DType::F32, (8, 24)));
         attends(SoftTiles::PLAIN, &of(DType::Bf16, (32, 32)));
     }
-    // A band that begins beyond the square of a micro-tile's rows and ends with the tile of keys.
+    // The band begins beyond the square of a micro-tile's rows and ends with the tile of keys.
     attends(Portable, &problem(DType::F32, (70, 150), 1, (8, 24), "b:90,3"));
 }
 
@@ -330,7 +333,7 @@ fn every_query_of_a_head_is_in_one_task_and_the_longest_task_comes_first() {
     assert_eq!(sizes("t", (64, 64)), [(48, 16, 64), (32, 16, 48), (16, 16, 32), (0, 16, 16)]);
     assert_eq!(sizes("t:9,0,4", (40, 60)), [(16, 16, 29), (0, 16, 16), (32, 8, 21)], "with sinks");
 
-    // A sequence of at most eight queries goes through the row path and gives no tile.
+    // A sequence of at most eight queries uses the row path and has no tile.
     let mut found: Vec<(u32, u32, u32)> = tasks("b", 3, &[(40, 50), (8, 50), (9, 3)])
         .iter()
         .flat_map(|task| (task.i..task.i + task.queries).map(|i| (task.span, task.i_head, i)))

@@ -1,4 +1,4 @@
-//! Forward with products in tiles of bf16, a pipeline over the panels of queries.
+//! Forward with products in tiles of bf16, pipelined over the panels of queries.
 //!
 //! ```text
 //! for each tile of keys that the band touches
@@ -9,7 +9,7 @@
 //!         S = K Q^T of the panel after                    in tiles
 //! ```
 //!
-//! A panel's own order is that of the other way to attend, and so is what its numbers depend on.
+//! Within a panel the order of operations is that of the other path, so results depend on nothing more.
 
 use std::f32::consts::LOG2_E;
 use std::f64::consts::LN_2;
@@ -24,23 +24,23 @@ use crate::blocks::{
 use crate::score::{Adjust, HeadScore, Panel};
 use crate::simd::Simd;
 
-/// A tile of keys as a task sees it.
+/// A tile of keys in a task.
 struct Keys<'a> {
     head: &'a HeadScore,
-    /// The task's first query, and how many there are.
+    /// The task's first query, and the number of queries.
     i: u32,
     queries: usize,
-    /// The first key, and how many there are.
+    /// The tile's first key, and the number of keys.
     j: u32,
     keys: usize,
     /// Rows of a panel.
     capacity: usize,
-    /// Whether V is finite, and no P that a panel may have makes it more than f32 holds.
+    /// Whether V is finite and so small that no possible P makes the product overflow f32.
     is_moderate: bool,
 }
 
 impl Keys<'_> {
-    /// The next panel from query `first` on that sees some of the keys, and where it begins.
+    /// The next panel, from query `first` on, that sees some of the keys, and the index of its first query.
     fn panel<S: Simd>(&self, mut first: usize) -> Option<(usize, Panel)> {
         while first < self.queries {
             let live = S::PANEL.min(self.queries - first);
@@ -54,7 +54,7 @@ impl Keys<'_> {
 }
 
 impl Shared<'_> {
-    /// A task whose problem fits tiles.
+    /// Computes a task whose problem fits tiles.
     pub(super) fn attend_in_tiles<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
         let block_n = self.blocks.block_n;
         let span = self.spans[task.span as usize];
@@ -115,7 +115,8 @@ impl Shared<'_> {
     fn pipeline<S: Simd>(&self, s: S, scratch: &mut Scratch, tile: &Keys<'_>, fresh: &mut u128) {
         let dim_v = self.problem.dims.head_dim_v as usize;
         let units = self.problem.dims.head_dim_qk as usize / 2;
-        // Two panels: the softmax is in one, and P of the panel before has left the other when new scores come.
+        // Two panels of scores: one holds the panel in the softmax; the other's P is already used when new scores
+        // are written.
         let mut number = 0;
         let mut before: Option<TileColumns> = None;
         let scores_of = |number: usize, scratch: &mut Scratch| {
@@ -214,7 +215,7 @@ mod tests {
     /// Largest difference of O and of LSE from f64, over the largest of the plain algorithm in bf16.
     fn errors(problem: &FwdProblem, blocks: Blocks, change: impl Fn(&mut [bf16])) -> (f64, f64) {
         let soft = errors_of(SoftTiles::FUSED, problem, blocks, &change);
-        // AMX, which the software tiles of this test imitate, is tested too where the processor has it.
+        // AMX, which this test's software tiles imitate, is tested too if the processor has it.
         #[cfg(target_arch = "x86_64")]
         if let Some(amx) = crate::simd::Amx::detect() {
             let (o, lse) = errors_of(amx, problem, blocks, &change);
@@ -339,7 +340,7 @@ mod tests {
         let mut negative = problem(50, 60, (32, 32), "0");
         negative.score.softmax_scale = Some(-0.3);
         assert!(errors(&negative, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
-        // Scores of one tile of keys far above those of another, so that O is rescaled.
+        // Scores of one tile of keys are far above those of the other, so that O is rescaled.
         for scale in [2.0, 30.0, -30.0] {
             let mut steep = problem(70, 301, (64, 96), "b");
             steep.score.softmax_scale = Some(scale);
@@ -348,8 +349,8 @@ mod tests {
         }
     }
 
-    /// Scores so large that one ulp is worth many powers of 2: each row picks the key that it sees best in
-    /// each tile.
+    /// Scores so large that one ulp is many powers of 2: in each tile a row picks only the key with its largest
+    /// score.
     #[test]
     fn scores_that_f32_hardly_tells_apart_pick_one_key_through_tiles() {
         for (scale, mask) in [(1e8, "0"), (1e8, "b"), (-1e8, "0"), (1e6, "b:37,5")] {
@@ -363,8 +364,9 @@ mod tests {
         }
     }
 
-    /// The last key, in a tile of its own, is seen e^3 times as well as each before: a true maximum leaves
-    /// its P at 1, which bf16 holds, and one that lags at e^3, which bf16 rounds.
+    /// The exact maximum is subtracted on request. The last key, in a tile of its own, has e^3 times the weight of
+    /// each other: with the exact maximum its P is 1, exact in bf16; with a lagging maximum it is e^3, which bf16
+    /// rounds.
     fn subtracts_the_true_maximum_on_request<S: Simd>(s: S) {
         let mut problem = problem(9, 37, (32, 32), "0");
         (problem.dtypes.o, problem.score.softmax_scale) = (DType::F32, Some(1.0));
@@ -398,8 +400,8 @@ mod tests {
         );
     }
 
-    /// The large value lies in tiles of keys after the first, where P exceeds 1 in rows that have their
-    /// largest score there.
+    /// A V near f32's largest number stays finite through tiles. It lies in tiles of keys after the first, where P
+    /// exceeds 1 in rows whose largest score is there.
     #[test]
     fn a_value_near_the_end_of_f32_stays_finite_through_tiles() {
         let blocks = Blocks { block_n: 36, ..FORWARD_BLOCKS };
@@ -413,8 +415,8 @@ mod tests {
         }
     }
 
-    /// The NaN lies in the second panel of columns, in tiles of keys that begin with the first key and behind
-    /// it.
+    /// A NaN in V reaches exactly the rows that see its key. It lies in the second panel of columns, in tiles of
+    /// keys that begin at the first key and later.
     #[test]
     fn a_nan_reaches_the_rows_that_see_its_key_and_no_others_through_tiles() {
         let blocks = Blocks { block_n: 36, ..FORWARD_BLOCKS };
@@ -428,7 +430,7 @@ mod tests {
         }
     }
 
-    /// The two ways out of tiles: rounded before they are transposed, and transposed to f32.
+    /// Both ways to write O from tiles agree: rounding before transposing, and transposing to f32.
     fn writes_alike<S: Simd>(s: S) {
         let problem = problem(70, 90, (32, 64), "t:40,3");
         let in_f32 = problem.clone().dtype_o(DType::F32).validate().unwrap();

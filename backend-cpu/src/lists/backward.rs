@@ -7,8 +7,8 @@
 //!     each range of keys, likewise    adds the rows that name its keys: tokens ascending, each in its list's order
 //! ```
 //!
-//! Each key's dK and dV are summed in one order, that of the inverted list, whatever the number of threads and the
-//! size of a chunk, and a key that a list has twice is added twice.
+//! The sum of each key's dK and dV has a fixed order, that of the inverted list, for any number of threads and any
+//! chunk size; a key that is listed twice is added twice.
 
 use fmha_core::{BwdArgs, SeqSpan, ValidBwd};
 
@@ -30,10 +30,10 @@ const CHUNK_ELEMS: usize = 1 << 24;
 /// Tokens of a chunk, at most.
 const CHUNK_TOKENS: usize = 64;
 
-/// Ranges of keys that threads add to, where there are several threads.
+/// Ranges of keys per thread whose sums the threads add to, if there are several threads.
 const RANGES_A_THREAD: usize = 4;
 
-/// Operands of a backward call that every token reads, beside those of the forward.
+/// Operands of a backward call that every token reads, besides those of the forward.
 struct Gradients<'a> {
     shared: Shared<'a>,
     problem: &'a ValidBwd,
@@ -41,18 +41,18 @@ struct Gradients<'a> {
     o: Source,
     dout: Source,
     dq: Target,
-    /// Each row's share of dSink, laid out as LSE is; null where it is not wanted.
+    /// Each row's share of dSink, laid out like LSE; null if dSink is not wanted.
     sink_terms: Option<Bytes>,
 }
 
-/// Buffers of one thread for the gradients of a token.
+/// One thread's buffers for the gradients of a token.
 struct State {
     scratch: Scratch,
-    /// dO, `[panels][head_dim_v][PANEL]`, and as rows; Q as rows.
+    /// dO, `[panels][head_dim_v][PANEL]`; then dO as rows, and Q as rows.
     douts: Floats,
     dout_rows: Floats,
     query_rows: Floats,
-    /// dP, overwritten by dS, laid out as P.
+    /// dP, later overwritten by dS, laid out like P.
     gradients: Floats,
     /// The soft-cap's slope, laid out as P.
     slope: Floats,
@@ -73,7 +73,7 @@ struct Slot {
     dv: Floats,
 }
 
-/// Computes a call with lists.
+/// Computes a backward call with lists.
 ///
 /// # Errors
 /// Memory for scratch that the system refuses, before anything is written.
@@ -184,7 +184,7 @@ impl Gradients<'_> {
         })
     }
 
-    /// dQ of a token, and its rows of dK and dV.
+    /// Computes dQ of a token, and its rows of dK and dV.
     fn token<S: Simd>(&self, s: S, state: &mut State, token: Token, slot: &mut Slot) {
         let shared = &self.shared;
         let Token { span, i, i_head_kv } = token;
@@ -279,7 +279,7 @@ impl Gradients<'_> {
         }
     }
 
-    /// Q and dO of a token's heads as rows, and dO transposed.
+    /// Loads Q and dO of a token's heads as rows, and dO transposed.
     fn load_rows<S: Simd>(&self, s: S, state: &mut State, token: Token) {
         let Token { span, i, i_head_kv } = token;
         let dims = self.problem.fwd.dims;
@@ -314,7 +314,7 @@ impl Gradients<'_> {
         });
     }
 
-    /// LSE and dLSE of a token's heads, and their shares of dSink. `scratch` has the scores.
+    /// Loads LSE and dLSE of a token's heads, and computes their shares of dSink. `scratch` has the scores.
     fn load_row_sums<S: Simd>(&self, state: &mut State, token: Token) {
         let fwd = self.problem.fwd();
         let State { scratch, lse: lses, origin: origins, delta, dlse: dlses, .. } = state;
@@ -343,7 +343,7 @@ impl Gradients<'_> {
         }
     }
 
-    /// The LSE that P is measured from: with the sink, whatever the forward call wrote.
+    /// The LSE from which P is computed: with the sink, even if the forward wrote LSE without it.
     fn lse_with_sink(&self, head: &HeadScore, lse: f64) -> f64 {
         let without = self.problem.fwd.lists.is_some_and(|lists| lists.lse_without_sink);
         match head.sink.filter(|_| without) {
@@ -356,9 +356,9 @@ impl Gradients<'_> {
         }
     }
 
-    /// Returns the origin from which a row's scores are measured, and its LSE relative to it. f32 rounds a
-    /// large LSE by up to half an ulp, which would scale all P of the row by one factor; such a row takes the
-    /// logarithm of its own sum of exponentials in place of the LSE.
+    /// Returns the origin from which a row's scores are measured, and its LSE relative to it. f32 rounds a large
+    /// LSE by up to half an ulp, which would scale all P of the row by one factor; such a row uses the logarithm of
+    /// its own sum of exponentials instead of LSE.
     fn origin_and_lse<S: Simd>(
         &self,
         scratch: &Scratch,
@@ -385,7 +385,7 @@ impl Gradients<'_> {
         (origin, lse)
     }
 
-    /// Adds a chunk's rows to the sums of the keys that they name.
+    /// Adds a chunk's rows to the sums of the listed keys.
     fn add_rows<S: Simd>(
         &self,
         s: S,
@@ -483,7 +483,7 @@ impl Filled {
     }
 
     /// # Safety
-    /// One task at a time takes the slot, while the slots that this was made of are borrowed by nobody else.
+    /// Only one task at a time uses the slot, and no other borrow of the slots exists.
     #[allow(clippy::mut_from_ref, reason = "as the safety section says")]
     unsafe fn slot(&self, at: usize) -> &mut Slot {
         assert!(at < self.1);
@@ -508,7 +508,7 @@ impl<S: Simd> Op<S> for Clear {
     }
 }
 
-/// `to += from`: a row in panels to a dense one.
+/// `to += from`: adds a row in panels to a dense row.
 struct AddRow {
     from: *const f32,
     /// Distance from panel to panel, in elements.

@@ -13,12 +13,12 @@ use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
 use crate::tile::Store;
 
-/// Buffers of one thread for the O of a token.
+/// One thread's buffers for O of a token.
 struct Outputs {
     scratch: Scratch,
     /// O, panels of the head dimension, a row for each head.
     out: Floats,
-    /// Maximum, sum, and what P is multiplied by, of each head of a panel.
+    /// Maximum, sum, and the factor of P, for each head of a panel.
     row_max: Floats,
     row_sum: Floats,
     factors: Floats,
@@ -30,7 +30,7 @@ struct Results {
     o: Target,
     scale_o: f32,
     lse: Option<Bytes>,
-    /// Whether LSE is that of the keys alone.
+    /// Whether LSE leaves out the sink.
     lse_without_sink: bool,
 }
 
@@ -123,7 +123,7 @@ impl Shared<'_> {
         });
     }
 
-    /// P of the panel of heads from `lane` on, normalised and with what is dropped, and LSE.
+    /// P of the panel of heads from `lane` on, normalised and with dropout, and LSE.
     fn softmax<S: Simd>(&self, s: S, state: &mut Outputs, token: Token, lane: usize, results: &Results) {
         let Outputs { scratch, row_max, row_sum, factors, .. } = state;
         let panel = self.panel::<S>(lane, scratch.listed.len());
@@ -158,8 +158,7 @@ impl Shared<'_> {
     }
 }
 
-/// Does what [`settle`] does; a sink of infinity also takes the whole weight of a row whose scores are
-/// numbers.
+/// Computes like [`settle`]; in addition, an infinite sink takes all the weight of a row whose scores are finite.
 fn settle_with_infinite_sink(row_max: f64, row_sum: f64, sink: Option<f32>) -> (f64, f64) {
     if sink == Some(f32::INFINITY) && row_max < f64::INFINITY && !row_sum.is_nan() {
         return (0.0, f64::INFINITY);

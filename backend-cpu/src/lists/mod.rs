@@ -1,4 +1,4 @@
-//! Attention over lists of keys: a task is one token of one kv head, all of whose query heads see the same keys.
+//! Attention over lists of keys: a task is one token of one kv head, whose query heads all see the same keys.
 //!
 //! ```text
 //! for each tile of the list
@@ -11,7 +11,7 @@
 //!     O += P V
 //! ```
 //!
-//! The scores of a whole list stay in the processor's cache, so a row's softmax needs no running state and O no
+//! The scores of a whole list stay in the processor's cache, so the softmax needs no running state and O no
 //! rescaling. A token's arithmetic depends on its own list alone.
 
 mod backward;
@@ -43,7 +43,7 @@ const TILE_KEYS: usize = 96;
 /// Operands and derived numbers that every token of a call reads.
 struct Shared<'a> {
     problem: &'a FwdProblem,
-    /// The first cache's lists; `None` where its band and intervals say what is seen of it.
+    /// The first cache's lists; `None` if its band and intervals select the keys.
     lists: Option<HostLists<'a>>,
     masks: Option<HostMasks<'a>>,
     second: Option<Second<'a>>,
@@ -64,7 +64,7 @@ struct Second<'a> {
     v: Cached<'a>,
 }
 
-/// Bit of a listed key that is the second cache's. Keys of either are below 2^31.
+/// Bit that marks a listed key as one of the second cache. Key indices are below 2^31.
 const OF_SECOND: u32 = 1 << 31;
 
 /// One token of one kv head.
@@ -77,12 +77,13 @@ struct Token {
 
 /// Buffers of one thread, reused from token to token.
 struct Scratch {
-    /// The listed keys that are seen, in the list's order; those of a second cache behind, with [`OF_SECOND`].
+    /// The visible listed keys, in the list's order, followed by those of a second cache, marked with
+    /// [`OF_SECOND`].
     listed: Vec<u32>,
     /// Keys of the second cache.
     of_second: Vec<u32>,
     heads: Vec<HeadScore>,
-    /// Tables that widen rows of K and of V, where the cache's type is narrower than the arithmetic's.
+    /// Conversion tables for rows of K and of V, if the cache's type is narrower than that of the arithmetic.
     planes: [Vec<BytePlanes>; 2],
     /// Q, `[panels][head_dim_qk][PANEL]`.
     queries: Floats,
@@ -92,9 +93,9 @@ struct Scratch {
     /// A tile's rows of V or K, in panels of the head dimension.
     columns: Floats,
     gathered: Floats,
-    /// S, then P: a panel `[capacity][PANEL]` for each PANEL of heads.
+    /// S, later P: a panel `[capacity][PANEL]` for each PANEL of heads.
     weights: Floats,
-    /// Terms that are added to a panel of scores, then keep factors.
+    /// Terms that are added to a panel of scores; later keep factors.
     extra: Floats,
 }
 
@@ -106,7 +107,7 @@ enum Side {
 }
 
 impl<'a> Shared<'a> {
-    /// `None` where the call has neither lists nor a second cache.
+    /// The state of a call; `None` if the call has neither lists nor a second cache.
     ///
     /// # Errors
     /// Lists, or operands of the second cache, that are missing.
@@ -185,7 +186,7 @@ impl<'a> Shared<'a> {
         matches!(self.problem.score.bias, fmha_core::Bias::Alibi { .. })
     }
 
-    /// Which tokens a call has, sequence by sequence.
+    /// The tokens of a call, sequence by sequence.
     fn tokens(&self, spans: &[SeqSpan]) -> fmha_core::Result<Vec<Token>> {
         let heads = self.problem.dims.num_heads_kv;
         let count = spans.iter().map(|span| span.seqlen_q as usize * heads as usize).sum();
@@ -198,7 +199,7 @@ impl<'a> Shared<'a> {
         Ok(tokens)
     }
 
-    /// The heads of a token, the keys that they see, and Q transposed.
+    /// Sets the heads of a token, the keys that they see, and Q transposed.
     fn begin<S: Simd>(&self, s: S, scratch: &mut Scratch, token: Token) {
         let Token { span, i, i_head_kv } = token;
         let first = i_head_kv * self.problem.gqa_ratio();
@@ -223,7 +224,7 @@ impl<'a> Shared<'a> {
         });
     }
 
-    /// The keys that a token sees of both caches.
+    /// Lists the keys that a token sees in both caches.
     fn list_keys(&self, scratch: &mut Scratch, token: Token) {
         let Token { span, i, i_head_kv } = token;
         let Scratch { listed, of_second, heads, .. } = scratch;
@@ -257,8 +258,8 @@ impl<'a> Shared<'a> {
         listed.extend(of_second.iter().map(|j| j | OF_SECOND));
     }
 
-    /// Calls `each` with the runs of one tile's listed rows: where they lie, their place in the tile, how many. Lists
-    /// name neighbours often.
+    /// Calls `each` for the runs of consecutive rows in one tile of the list: address, place in the tile, number of
+    /// rows. Lists often contain neighbouring keys.
     fn for_runs<S: Simd>(
         &self,
         s: S,
@@ -298,7 +299,7 @@ impl<'a> Shared<'a> {
         (dim as usize, if self.problem.cache.dtype.is_some() { 1.0 } else { descale })
     }
 
-    /// A tile of the list as dense rows.
+    /// Loads a tile of the list as dense rows.
     fn load_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, side: Side, tile: std::ops::Range<usize>) {
         let (cols, factor) = self.dim_and_factor(&scratch.heads[0], side);
         let to = scratch.rows.as_mut_ptr();
@@ -308,7 +309,7 @@ impl<'a> Shared<'a> {
         });
     }
 
-    /// A tile of the list in panels of the head dimension, `TILE_KEYS` rows each.
+    /// Loads a tile of the list in panels of the head dimension, `TILE_KEYS` rows each.
     fn load_columns<S: Simd>(&self, s: S, scratch: &mut Scratch, side: Side, tile: std::ops::Range<usize>) {
         let (cols, factor) = self.dim_and_factor(&scratch.heads[0], side);
         let to = scratch.columns.as_mut_ptr();
@@ -319,7 +320,7 @@ impl<'a> Shared<'a> {
         });
     }
 
-    /// Products of a tile's rows with each head's row of `right`, `[panels][dim][PANEL]`, to `out`.
+    /// Writes products of a tile's rows with each head's row of `right`, `[panels][dim][PANEL]`, to `out`.
     fn products<S: Simd>(
         &self,
         s: S,
@@ -349,12 +350,12 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// The panel of heads from `lane` on over the first `rows` rows: every key of it is seen.
+    /// The panel of heads from `lane` on over the first `rows` rows, all of whose keys are visible.
     fn panel<S: Simd>(&self, lane: usize, rows: usize) -> Panel {
         Panel { i: 0, queries: S::PANEL.min(self.group() - lane), j: 0, rows: (0, rows), edge: false }
     }
 
-    /// S of every head and listed key; the soft-cap's slope goes to `slope`, where that is wanted.
+    /// Computes S of every head and listed key, and writes the soft-cap's derivative to `slope` if that is given.
     fn scores<S: Simd>(&self, s: S, scratch: &mut Scratch, token: Token, slope: Option<*mut f32>) {
         let (queries, weights) = (scratch.queries.as_ptr(), scratch.weights.as_mut_ptr());
         self.products(s, scratch, Side::K, queries, self.problem.resolved_softmax_scale(), weights);
@@ -388,7 +389,7 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Keep factors of the panel of heads from `lane` on, to `extra`.
+    /// Writes keep factors of the panel of heads from `lane` on to `extra`.
     fn keep<S: Simd>(&self, scratch: &mut Scratch, token: Token, lane: usize, factor: f32) {
         let live = S::PANEL.min(self.group() - lane);
         for (row, &j) in scratch.listed.iter().enumerate() {
@@ -406,7 +407,7 @@ fn packed(problem: &FwdProblem) -> Option<(CacheRows, u32)> {
     problem.cache.rows.zip(problem.layout.kv.page_size())
 }
 
-/// Type of an element of K or V in memory: a byte, where rows are bytes.
+/// Type of an element of K or V in memory: a byte if the cache has rows of bytes.
 fn in_memory(problem: &FwdProblem, stored: DType) -> DType {
     if problem.cache.rows.is_some() { DType::E4m3Fn } else { stored }
 }
@@ -444,7 +445,7 @@ struct Modify {
     scores: *mut f32,
     /// Bias of a panel of heads, added to the scores; `None` without a bias.
     extra: Option<*const f32>,
-    /// Destination of the soft-cap's slope `1 - tanh^2`, where it is wanted.
+    /// Output for the soft-cap's derivative `1 - tanh^2`, if it is needed.
     slope: Option<*mut f32>,
 }
 
@@ -462,7 +463,7 @@ impl<S: Simd> Op<S> for Modify {
                     x = s.mul(cap, t);
                     if let Some(slope) = slope {
                         let one = s.splat(1.0);
-                        // (1 - t)(1 + t) keeps the small slopes that 1 - t^2 would cancel away.
+                        // (1 - t)(1 + t) keeps small derivatives accurate, which 1 - t^2 would cancel.
                         s.store(slope.add(at), s.mul(s.sub(one, t), s.add(one, t)));
                     }
                 }

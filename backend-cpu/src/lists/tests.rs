@@ -5,7 +5,7 @@ use fmha_core::Device;
 
 use crate::{Config, CpuBackend};
 
-/// The battery's cases by the baseline's vectors; `tests/lists.rs` has the other sets.
+/// Lists of keys pass the battery's cases with the baseline's vectors; `tests/lists.rs` tests the other sets.
 #[test]
 fn lists_of_keys_keep_the_contract() {
     let device = Device::new(CpuBackend::with(Config { threads: Some(2), isa: None }).unwrap());

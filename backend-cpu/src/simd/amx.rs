@@ -36,7 +36,7 @@ static CONFIG: Config = Config {
 };
 
 impl Amx {
-    /// Whether this processor has the instructions, and the system lets this process use them.
+    /// Returns a value if this processor has AMX, and the system allows this process to use it.
     pub(crate) fn detect() -> Option<Self> {
         let vectors = Avx512Bf16::detect().is_some() && is_x86_feature_detected!("avx512dq");
         (vectors && has_tiles() && permitted()).then_some(Self(()))
@@ -79,7 +79,7 @@ fn permitted() -> bool {
     false
 }
 
-/// Gives this thread's tiles their shape.
+/// Configures the shapes of this thread's tiles.
 ///
 /// # Safety
 /// An [`Amx`] exists.
@@ -92,7 +92,7 @@ pub(super) unsafe fn enter() {
     }
 }
 
-/// Gives the tiles back, so that switches of threads have nothing to save.
+/// Releases the tiles, so that thread switches need not save them.
 ///
 /// # Safety
 /// As [`enter`].
@@ -136,7 +136,7 @@ pub(super) unsafe fn load(c: *const f32, c_row: usize) {
     }
 }
 
-/// Two tiles of A by two of B.
+/// Multiplies two tiles of A with two of B.
 ///
 /// # Safety
 /// What [`Simd::tile_step`](super::Simd::tile_step) says is readable.
@@ -179,7 +179,7 @@ pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
     }
 }
 
-/// A tile to tile 4, where it stays.
+/// Loads a tile into tile register 4, where it stays.
 ///
 /// # Safety
 /// 16 rows of 64 bytes are readable.
@@ -340,7 +340,7 @@ impl Simd for Amx {
         }
     }
 
-    /// Half of the vectors: rows `r` and `r + 4` of the block lie in one.
+    /// Transposes half of the vectors: rows `r` and `r + 4` of the block share one.
     #[inline(always)]
     unsafe fn transpose_left(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
         // SAFETY: the caller promised the block; AVX-512 DQ, as `self` proves.
@@ -363,8 +363,9 @@ impl Simd for Amx {
         }
     }
 
-    /// A quintic on [0, 1) that is 1 at 0, 1.5e-7 off at most: VREDUCEPS leaves the fraction and VSCALEFPS
-    /// multiplies by the power of the floor, so that nothing else is needed, nor a bound of x.
+    /// `2^x` by a polynomial of degree five on [0, 1) that is 1 at 0, with an error up to 1.5e-7. VREDUCEPS gives
+    /// the fraction of x and VSCALEFPS multiplies by the power of its floor, so no other step, nor a bound on x, is
+    /// needed.
     #[inline(always)]
     fn exp2_coarse(self, x: Self::V) -> Self::V {
         const NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY: i32 = 0x09;
@@ -380,7 +381,8 @@ impl Simd for Amx {
         unsafe { _mm512_scalef_ps(q, x) }
     }
 
-    /// Four instructions of one micro-operation where [`pair_bf16`](Self::pair_bf16)'s two have six.
+    /// Four instructions of one micro-operation each, where [`pair_bf16`](Self::pair_bf16)'s two instructions take
+    /// six.
     #[inline(always)]
     fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
         const HIGH_HALF_OF_A_OR_C: i32 = 0xea;

@@ -32,7 +32,7 @@ impl Simd for Avx2 {
         let mut sums = [0.0; 4];
         // SAFETY: AVX, as `self` proves; four f32 are written.
         unsafe {
-            // Halves of a pair each, then within them. The order of `sum`.
+            // Adds halves of a pair of vectors, then within halves, in the order of `sum`.
             let [a, b, c, d] = v;
             let ab =
                 _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
@@ -76,12 +76,12 @@ impl Simd for Avx2 {
     unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
         // SAFETY: the caller promised eight rows of eight f32 at both ends.
         unsafe {
-            // An array and not `array::from_fn`, whose closure is compiled without these instructions.
+            // An array instead of `array::from_fn`, whose closure would be compiled without these instructions.
             let mut r = [_mm256_setzero_ps(); 8];
             for (i, r) in r.iter_mut().enumerate() {
                 *r = _mm256_loadu_ps(from.add(i * from_step));
             }
-            // Pairs of rows, then fours, within halves; then the halves.
+            // Interleaves pairs of rows, then fours, within 128-bit halves; then exchanges the halves.
             let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
             let (a2, a3) = (_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
             let (a4, a5) = (_mm256_unpacklo_ps(r[4], r[5]), _mm256_unpackhi_ps(r[4], r[5]));
@@ -262,7 +262,7 @@ unsafe fn tables_of_parts(planes: &BytePlanes) -> Tables<__m256i> {
     }
 }
 
-/// The numbers of thirty-two codes, whose eights are in the order 0, 2, 1, 3, as [`CodeParts::of`] has them.
+/// Converts thirty-two codes, whose groups of eight are in the order 0, 2, 1, 3, as [`CodeParts::of`] defines it.
 ///
 /// # Safety
 /// The processor has AVX2.

@@ -1,4 +1,4 @@
-//! Tables that widen 8-bit codes to 16-bit numbers.
+//! Tables that convert 8-bit codes to 16-bit numbers.
 
 use fmha_core::DType;
 
@@ -11,9 +11,9 @@ pub(crate) struct BytePlanes {
     pub(super) parts: Option<CodeParts>,
 }
 
-/// The 16-bit number of an FP8 code times a descale, from the parts of the code: the mantissa selects one of
-/// a few numbers, and the exponent is added to the exponent of that number. The order of rounding and of
-/// multiplication by a power of two does not matter.
+/// The 16-bit number of an FP8 code times a descale, from the parts of the code: the mantissa selects one of a few
+/// numbers, and the exponent is added to the exponent of that number. This works because rounding commutes with
+/// multiplication by a power of two.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CodeParts {
     /// Low bytes and high bytes of those numbers, by mantissa: first for exponent 0 with a leading one, then
@@ -34,8 +34,8 @@ pub(crate) struct CodeParts {
 }
 
 impl CodeParts {
-    /// Parts for codes of `from` that become `wide` of type `to`; `None` if one of the codes comes out
-    /// different.
+    /// Parts for codes of `from` that become `wide` of type `to`; `None` if the parts would convert some code
+    /// wrongly.
     fn new(from: DType, to: DType, wide: &impl Fn(u8) -> u16) -> Option<Self> {
         let (mantissa, exponent, special, to_subnormal, to_special, or) = match from {
             DType::E4m3Fn => (0x07, 0x78, 0x7f, 8, 0x80, 0xff),
@@ -51,7 +51,7 @@ impl CodeParts {
                 numbers[usize::from(at)] = byte;
             }
         };
-        // An exponent in the middle of the range, so that it is no subnormal number by itself.
+        // An exponent in the middle of the range, so that the number is not subnormal.
         let middle = exponent & 0x40;
         for at in 0..=mantissa {
             put(at, wide(middle | at).wrapping_sub(u16::from(middle) * places));
@@ -106,8 +106,8 @@ impl BytePlanes {
         u16::from_le_bytes([low[usize::from(byte)], high[usize::from(byte)]])
     }
 
-    /// Whether 0 becomes 0 and the highest bit of a byte changes the highest bit of its number alone, as in
-    /// FP8 types that have a negative zero. The first 128 entries then describe the whole table.
+    /// Whether 0 converts to 0 and the top bit of a byte changes only the top bit of its number, as in FP8 types
+    /// with a negative zero. The first 128 entries then describe the whole table.
     pub(crate) fn is_odd(&self) -> bool {
         (0..0x80).all(|byte| self.of(byte | 0x80) == self.of(byte) ^ 0x8000) && self.of(0) & 0x7fff == 0
     }
@@ -124,7 +124,7 @@ impl BytePlanes {
     }
 }
 
-/// Tables of [`Simd::widen_codes`], as many vectors as an instruction set uses: halves of planes, or the
-/// numbers of [`CodeParts`] in order. Each table has a vector of its own: extracting it from a shared vector
-/// at each use made AVX2 three times as slow.
+/// Tables for [`Simd::widen_codes`], as many vectors as the instruction set needs: halves of planes, or the numbers
+/// of [`CodeParts`] in order. Each table has its own vector: extracting tables from a shared vector at each use
+/// made AVX2 three times as slow.
 pub(crate) type Tables<V> = [V; 9];

@@ -26,9 +26,9 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     s.fma(p, power, power)
 }
 
-/// `2^x` for x up to 127, within a share of 3e-7: for results that are rounded to bf16, and for their sum,
-/// whose logarithm is not: with a quartic (2.6e-6) the LSE of equal scores was off by its whole error.
-/// 0 below −126.5; NaN stays NaN.
+/// `2^x` for x up to 127, with a relative error of 3e-7. The results are rounded to bf16, but the logarithm of
+/// their sum is not: with a quartic (2.6e-6) the LSE of equal scores had that whole error. 0 below −126.5; NaN
+/// stays NaN.
 ///
 /// `2^n q(r)` with a quintic q fitted for least relative error on |r| <= 1/2 (7.5e-8 before rounding).
 #[inline(always)]
@@ -63,7 +63,7 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let small = s.fma(s.mul(p, y), x, x);
 
     let one = s.splat(1.0);
-    // tanh is 1 to the last bit from 10 on; `exp` of more than 88 is none.
+    // tanh equals 1 to the last bit from 10 on; above 88 `exp` would overflow, so x is limited.
     let e = exp(s, s.min(s.splat(40.0), s.add(magnitude, magnitude)));
     let large = s.sub(one, s.div(s.splat(2.0), s.add(e, one)));
     let signed = s.select_le(s.splat(0.0), x, large, s.sub(s.splat(0.0), large));
@@ -82,7 +82,7 @@ mod tests {
         Tanh,
     }
 
-    /// A function of one vector, over a slice.
+    /// Applies a function of one vector to a slice.
     struct Map<'a> {
         function: Function,
         x: &'a mut [f32],

@@ -1,8 +1,8 @@
 //! Vectors of f32 behind one small trait, so that every kernel is written once.
 //!
-//! A value of a [`Simd`] type is the proof that this processor has the instructions: it is made by
-//! its `detect` alone. Kernels are [`Op`]s, and [`Simd::run`] is the one place where code that was
-//! compiled for those instructions is entered; inside, everything is `inline(always)`.
+//! A value of a [`Simd`] type proves that this processor has the instructions, since only `detect` makes one.
+//! Kernels are [`Op`]s, and only [`Simd::run`] enters code compiled for those instructions; inside, everything is
+//! `inline(always)`.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -50,24 +50,24 @@ pub(crate) trait Op<S: Simd> {
     fn call(self, simd: S);
 }
 
-/// 2^100 in bf16. Of numbers below it a million, each times 2^8, add up to what f32 still holds.
+/// The number 2^100 in bf16. A sum of a million numbers below it, each times 2^8, still fits f32.
 pub(crate) const LARGE_BF16: u16 = (100 + 127) << 7;
 
 /// One instruction set.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// f32 in a vector.
     const LANES: usize;
-    /// Rows of the micro-tile, which is two vectors wide: as many as leave registers for those two
+    /// Rows of the micro-tile, which is two vectors wide: as many as fit the registers besides those two vectors
     /// and a broadcast.
     const TILE_ROWS: usize;
     /// Whether [`load_codes`](Self::load_codes), [`widen_codes`](Self::widen_codes) and
     /// [`split_bf16`](Self::split_bf16) exist.
     const WIDENS_CODES: bool = false;
-    /// Whether [`dot_bf16`](Self::dot_bf16) and what is said to go with it exist; then those above do too.
+    /// Whether [`dot_bf16`](Self::dot_bf16) and its companion methods exist; the methods above then exist too.
     const BF16_DOT: bool = false;
-    /// Whether bf16 dot products do more in the same time than f32 FMAs.
+    /// Whether bf16 dot products are faster than f32 FMAs.
     const DOTS_OUTRUN_FMAS: bool = false;
-    /// Whether [`tile_step`](Self::tile_step) and its like exist; then a panel has 32 columns.
+    /// Whether [`tile_step`](Self::tile_step) and the other tile methods exist; a panel then has 32 columns.
     const TILES: bool = false;
     /// Columns of a panel: queries, or a head dimension's.
     const PANEL: usize = 2 * Self::LANES;
@@ -75,12 +75,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector.
     type V: Copy;
 
-    /// The instruction set for kernels that use neither codes, nor pairs of bf16, nor tiles: it has the same vectors,
-    /// and a set that extends it would have the same code. Such kernels, the whole backward among them, are compiled
-    /// once for the four sets of AVX-512.
+    /// The instruction set for kernels that use neither FP8 codes, nor bf16 pairs, nor tiles. A set that extends
+    /// another by these would give the same code, so such kernels, like the whole backward, are compiled once for
+    /// the four sets of AVX-512.
     type Plain: Simd;
 
-    /// Plain instruction set, which this processor has too.
+    /// The plain instruction set, which this processor has too.
     fn plain(self) -> Self::Plain;
 
     /// Runs `op`, compiled for these instructions.
@@ -108,7 +108,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn round(self, a: Self::V) -> Self::V;
     /// `2^n` for integers n in `-127..=128`: 0 at −127, infinity at 128.
     fn power_of_two(self, n: Self::V) -> Self::V;
-    /// `if a <= b { yes } else { no }`; `no` where either is NaN.
+    /// `if a <= b { yes } else { no }`; `no` if one of `a` and `b` is NaN.
     fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
     /// Rounds to bf16, ties to even; NaN stays NaN.
     fn round_to_bf16(self, a: Self::V) -> Self::V;
@@ -117,8 +117,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `LANES` bf16 are readable at `from`, aligned or not.
     unsafe fn load_bf16(self, from: *const u16) -> Self::V;
-    /// Loads `2 * LANES` bf16 and widens those at even places and those at odd places: two instructions.
-    /// Widening each half in order takes four.
+    /// Loads `2 * LANES` bf16 and converts those at even and those at odd places: two instructions. Converting each
+    /// half in order takes four.
     ///
     /// # Safety
     /// They are readable at `from`, aligned or not.
@@ -127,7 +127,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `LANES` f16 are readable at `from`, aligned or not.
     unsafe fn load_f16(self, from: *const u16) -> Self::V;
 
-    /// Stores what [`round_to_bf16`](Self::round_to_bf16) leaves.
+    /// Stores numbers that [`round_to_bf16`](Self::round_to_bf16) has rounded.
     ///
     /// # Safety
     /// `LANES` bf16 are writable at `to`, aligned or not.
@@ -143,8 +143,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was below
-    /// [`LARGE_BF16`] in magnitude.
+    /// Interleaves two rows of PANEL bf16 to one row of pairs, `low` in the low halves; returns whether all numbers
+    /// were below [`LARGE_BF16`] in magnitude.
     ///
     /// # Safety
     /// PANEL bf16 are readable at `low` and at `high`, PANEL f32 writable at `to`.
@@ -163,7 +163,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         is_moderate
     }
 
-    /// The numbers of `count` bytes.
+    /// Converts `count` bytes to numbers.
     ///
     /// # Safety
     /// They are readable at `from`, and as many u16 writable at `to`, aligned or not.
@@ -282,7 +282,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = (c, c_row);
     }
 
-    /// Adds the product of a step of [`TileProduct`]'s A and B.
+    /// Adds the product of A and B of one step of a [`TileProduct`].
     ///
     /// # Safety
     /// 32 rows of 64 bytes are readable at `a`, 16 of 128 at `b`, that many bytes apart.
@@ -306,8 +306,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = a;
     }
 
-    /// Adds its product by a tile of B, 16 rows of 16 pairs, to a quarter of the accumulators: upper left,
-    /// upper right, lower left, lower right.
+    /// Adds the product of the loaded tile of A and a tile of B, 16 rows of 16 pairs, to a quarter of the
+    /// accumulators: upper left, upper right, lower left, lower right.
     ///
     /// # Safety
     /// As for [`tile_left`](Self::tile_left).
@@ -323,7 +323,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = b;
     }
 
-    /// Adds the product of a tile of A by it to a quarter of the accumulators, as [`tile_right`](Self::tile_right).
+    /// Adds the product of a tile of A and the loaded tile of B to a quarter of the accumulators, as in
+    /// [`tile_right`](Self::tile_right).
     ///
     /// # Safety
     /// As for [`tile_left`](Self::tile_left).
@@ -345,31 +346,32 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         math::exp2_coarse(self, x)
     }
 
-    /// Lane by lane two bf16, the low half of the lane's 32 bits first: `acc + a0*b0 + a1*b1`.
+    /// Adds products of pairs, lane by lane, where each lane has two bf16, the low half of its 32 bits first: `acc
+    /// + a0*b0 + a1*b1`.
     fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
         let _ = (a, b);
         acc
     }
 
-    /// Rounds both to bf16: the lanes of `first`, then those of `second`, two to a lane.
+    /// Rounds both vectors to bf16 and packs them two to a lane: the lanes of `first`, then those of `second`.
     fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
         let _ = second;
         first
     }
 
-    /// Numbers from 0 on rounded to bf16: in the low halves of lanes whose high ones are 0, and the other way
-    /// round. Halves may be rounded away from 0 and NaN may become anything. Goes with tiles.
+    /// Rounds non-negative numbers to bf16: first into the low halves of lanes whose high halves are 0, then into
+    /// the high halves. Ties may be rounded away from 0, and NaN may become anything. Exists together with tiles.
     fn low_and_high_bf16(self, v: Self::V) -> [Self::V; 2] {
         [v, v]
     }
 
-    /// Two rows of `2 * LANES` bf16 to pairs for [`dot_bf16`](Self::dot_bf16), `low` in the low halves: the even fours
-    /// of elements, then the odd ones.
+    /// Interleaves two rows of `2 * LANES` bf16 to pairs for [`dot_bf16`](Self::dot_bf16), `low` in the low halves:
+    /// the even groups of four elements, then the odd ones.
     fn pair_rows(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
         [low, high]
     }
 
-    /// `4 * LANES` bytes for [`widen_codes`](Self::widen_codes), in the order that it takes.
+    /// Loads `4 * LANES` bytes for [`widen_codes`](Self::widen_codes), in the order that it requires.
     ///
     /// # Safety
     /// They are readable at `from`, aligned or not.
@@ -404,8 +406,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         [both, both]
     }
 
-    /// Interleaves two rows of loaded bytes. Each widened half is what [`pair_rows`](Self::pair_rows) makes
-    /// of half of the rows' numbers. [`dot_bf16`](Self::dot_bf16) takes the result.
+    /// Interleaves two rows of loaded bytes. Converting a half of the result gives what
+    /// [`pair_rows`](Self::pair_rows) makes of half of the rows' numbers, an operand of
+    /// [`dot_bf16`](Self::dot_bf16).
     fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
         [low, high]
     }

@@ -1,4 +1,4 @@
-//! Any processor: arrays of four that the compiler may vectorise.
+//! Vectors for any processor: arrays of four numbers that the compiler may vectorise.
 
 use half::{bf16, f16};
 
@@ -38,7 +38,8 @@ macro_rules! array_methods {
 
         #[inline(always)]
         fn run<O: Op<Self>>(self, op: O) {
-            // A function of its own, as other sets have: a kernel that is run from several places is compiled once.
+            // A separate function, as in other sets, so that a kernel that is run from several places is compiled
+            // once.
             #[inline(never)]
             fn compiled<S: Simd, O: Op<S>>(simd: S, op: O) {
                 op.call(simd);
@@ -204,7 +205,7 @@ macro_rules! bf16_methods {
 
         fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
             let byte = |of: &Self::V, at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
-            // Byte `at` of a half: the even fours of elements come before the odd ones.
+            // Byte `at` of a half: even groups of four elements come before odd ones.
             let paired = |half: usize, at: usize| {
                 let d = 32 * half + at / 2 % 16 / 4 * 8 + at / 32 * 4 + at / 2 % 4;
                 byte(if at.is_multiple_of(2) { &low } else { &high }, d)
@@ -230,8 +231,8 @@ impl Simd for SoftDots {
     bf16_methods!();
 }
 
-/// Matrix tiles of bf16 in software, with sixteen lanes as AVX-512 has, for tests of the code around the
-/// tiles on processors without them.
+/// Matrix tiles of bf16 in software, with sixteen lanes as in AVX-512, to test the code around tiles on processors
+/// without them.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SoftTiles {
@@ -240,7 +241,7 @@ pub(crate) struct SoftTiles {
 
 #[cfg(test)]
 impl SoftTiles {
-    /// Soft tiles whose multiply-adds round twice, as those of `Portable` do.
+    /// Soft tiles whose multiply-adds round twice, like those of `Portable`.
     pub(crate) const PLAIN: Self = Self { fused: false };
     /// Soft tiles whose multiply-adds round once, as on every processor with matrix tiles.
     pub(crate) const FUSED: Self = Self { fused: true };
@@ -275,7 +276,7 @@ impl SoftTiles {
 thread_local! {
     /// Accumulators of [`SoftTiles`].
     static ACCUMULATORS: std::cell::Cell<[[f32; 32]; 32]> = const { std::cell::Cell::new([[0.0; 32]; 32]) };
-    /// The tile of A or B that stays.
+    /// The tile of A or B that stays loaded between products.
     static LOADED: std::cell::Cell<[[u32; 16]; 16]> = const { std::cell::Cell::new([[0; 16]; 16]) };
 }
 

@@ -20,14 +20,14 @@ pub(crate) struct TileProduct {
     pub(crate) add: bool,
 }
 
-/// The first row of a tile, and how many bytes lie from one to the next.
+/// The first row of a tile, and the number of bytes between its rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TileRows {
     pub(crate) first: *const u8,
     pub(crate) step: isize,
 }
 
-/// Work that runs between the steps of tiles, a little after each step.
+/// Work that is interleaved with a tile product, a little after each step.
 pub(crate) trait Between<S: Simd> {
     /// Implementations are `#[inline(always)]`.
     fn go_on(&mut self, s: S);
@@ -42,10 +42,10 @@ impl<S: Simd> Between<S> for Nothing {
 }
 
 impl TileProduct {
-    /// Computes it, going on with `between` after each step.
+    /// Computes the product, and calls `between` after each step.
     ///
     /// # Safety
-    /// A, B and C are there over their extents; this thread has entered tiles.
+    /// A, B and C are valid memory over their extents; this thread has entered tiles.
     #[inline(always)]
     pub(crate) unsafe fn run<S: Simd>(&self, s: S, between: &mut impl Between<S>) {
         let (mut a, mut b) = (self.a, self.b);

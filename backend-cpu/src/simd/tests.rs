@@ -40,7 +40,7 @@ fn transposes<S: Simd>(s: S) {
         for (at, &found) in to.iter().enumerate() {
             let (c, r) = (at / TO_STEP, at % TO_STEP);
             let inside = c < S::LANES && r < S::LANES;
-            // An element of the block, or of its right half, which may be computed too.
+            // Elements of the block are checked, or only those of its right half, which may be computed alone.
             if !inside || c < columns {
                 let wanted = if inside { from[r * FROM_STEP + c] } else { -1.0 };
                 assert_eq!(found, wanted, "row {r}, column {c}, left: {left}");
@@ -73,7 +73,7 @@ impl<S: Simd> Op<S> for Rounded<'_> {
     }
 }
 
-/// Numbers whose rounding differs from truncation, carries, is a tie, or overflows, and NaN.
+/// Checks rounding to bf16 for numbers that do not truncate, that carry, are ties or overflow, and for NaN.
 fn rounds_to_bf16<S: Simd>(s: S) {
     let low: [f32; 32] = std::array::from_fn(|i| match i {
         0 => f32::NAN,
@@ -132,7 +132,8 @@ impl<S: Simd> Op<S> for Sums<'_> {
     }
 }
 
-/// Sums are equal to the bit: a key's score must not depend on how many keys its sum was taken with.
+/// Sums of several vectors have bits equal to separate sums: a key's score must not depend on how many keys are
+/// summed together.
 fn sums_of_several_are_sums<S: Simd>(s: S) {
     let of: [f32; 64] = std::array::from_fn(|i| ((i * 37 % 64) as f32 - 20.3).powi(3) * 1.234_567);
     let (mut four, mut sixteen, mut single, mut largest) = ([0.0; 4], [[0.0; 4]; 4], [0.0; 4], 0.0);
@@ -338,8 +339,8 @@ impl<S: Simd> Op<S> for Codes<'_> {
     }
 }
 
-/// Widens codes in registers: those of one row in order, those of two rows paired as [`Simd::pair_rows`]
-/// pairs the numbers.
+/// Checks the conversion of codes in registers: codes of one row in order, and codes of two rows paired like
+/// [`Simd::pair_rows`] pairs numbers.
 fn widens_codes<S: Simd>(s: S) {
     if !S::WIDENS_CODES {
         return;
@@ -358,7 +359,7 @@ fn widens_codes<S: Simd>(s: S) {
             widens_codes_to(s, wide, &to_wide);
         }
     }
-    // A product that leaves bf16's normal numbers is not rounded as the others are; nor is there an infinity to scale.
+    // With such a descale products leave bf16's normal range and round differently; infinities have no scale.
     for (dtype, descale) in [(DType::E4m3Fn, 1e-38), (DType::E4m3Fn, 1e37), (DType::E5m2, f32::INFINITY)] {
         let wide = |byte| bf16::from_f32(fp8_table(dtype)[usize::from(byte)] * descale).to_bits();
         assert!(BytePlanes::of_codes(dtype, DType::Bf16, wide).parts.is_none(), "{dtype} times {descale}");
@@ -392,11 +393,11 @@ fn widens_codes_to<S: Simd>(s: S, wide: impl Fn(u8) -> u16, to_wide: &BytePlanes
     }
 }
 
-/// Products of three tiles by one that stays on the left, then by one on top, then a step of all four: the
-/// accumulators.
+/// Accumulators after products of three tiles with one loaded as A, then with one loaded as B, then of a step of
+/// all four.
 #[cfg(target_arch = "x86_64")]
 fn products_of_tiles<S: Simd>(s: S) -> Vec<u32> {
-    // Numbers of both signs and of magnitudes from 2^-8 to 2^8, which every order of sums rounds in its own way.
+    // Numbers of both signs and magnitudes from 2^-8 to 2^8, whose sum depends on the order of additions.
     let number = |i: u32| {
         let random = i.wrapping_mul(2_654_435_761) ^ (i >> 3).wrapping_mul(40_503);
         (random >> 16 & 0x807f) as u16 | ((119 + (random >> 8 & 15) as u16) << 7)
@@ -428,7 +429,7 @@ fn tiles_in_software_have_the_bits_of_those_in_registers() {
     assert!(wanted.iter().any(|&bits| bits & 0xffff != 0) && found == wanted);
 }
 
-/// Runs a test for every instruction set of this processor, and says which ones it has not.
+/// Runs a test for every instruction set of this processor, and prints which sets it lacks.
 macro_rules! for_each_set {
     ($test:ident) => {
         $test(Portable);

@@ -25,8 +25,8 @@ pub(crate) struct Avx512(pub(super) ());
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512Vbmi(());
 
-/// [`Avx512Vbmi`] with the bf16 dot products of AVX-512 BF16: all processors that have these have those, but one
-/// (Cooper Lake).
+/// [`Avx512Vbmi`] with the bf16 dot products of AVX-512 BF16: every processor with BF16 also has VBMI, except
+/// Cooper Lake.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512Bf16(());
 
@@ -86,7 +86,7 @@ pub(super) unsafe fn turn_fours(r: [__m512; 4]) -> [__m512; 4] {
     ]
 }
 
-/// The methods that all with AVX-512 share.
+/// The methods that all instruction sets with AVX-512 share.
 macro_rules! avx512_methods {
     ($name:ident, $features:literal) => {
         const LANES: usize = 16;
@@ -120,7 +120,7 @@ macro_rules! avx512_methods {
             let mut sums = [0.0; 4];
             // SAFETY: AVX-512 F, as `self` proves; four f32 are written.
             unsafe {
-                // Halves, then quarters, of a pair each; then within quarters. The order of `sum`.
+                // Adds halves of a pair of vectors, then quarters, then within quarters, in the order of `sum`.
                 let [a, b, c, d] = v;
                 let ab =
                     _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
@@ -142,8 +142,8 @@ macro_rules! avx512_methods {
             let mut sums = [[0.0; 4]; 4];
             // SAFETY: AVX-512 F, as `self` proves; sixteen f32 are written.
             unsafe {
-                // The vectors at one place of all four, as in `sum_of_four`; then pairs and single lanes of
-                // all of them.
+                // Adds the vectors at one place of all four, as in `sum_of_four`; then pairs and single lanes of
+                // all.
                 let mut quarters = [_mm512_setzero_ps(); 4];
                 for (n, quarters) in quarters.iter_mut().enumerate() {
                     let [a, b, c, d] = [v[0][n], v[1][n], v[2][n], v[3][n]];
@@ -200,8 +200,8 @@ macro_rules! avx512_methods {
             // SAFETY: the caller promised sixteen rows of sixteen f32 at both ends.
             unsafe {
                 // Fours of rows: `fours[q][c]` holds columns c, c + 4, c + 8, c + 12 of rows 4 q .. 4 q + 4.
-                // Not `array::from_fn`: what it calls is compiled without these instructions (measured: 300
-                // ns a block, ten times as long).
+                // `array::from_fn` is avoided: its closure is compiled without these instructions (measured: 300 ns
+                // per block, ten times as long).
                 let mut fours = [[_mm512_setzero_ps(); 4]; 4];
                 for (q, four) in fours.iter_mut().enumerate() {
                     let mut r = [_mm512_setzero_ps(); 4];
@@ -309,7 +309,7 @@ macro_rules! avx512_methods {
     };
 }
 
-/// Eights of bytes so that interleaving within 128 bits leaves them in order.
+/// Order of groups of eight bytes for which interleaving within 128 bits yields the original order.
 pub(super) const EIGHTS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// Looks up the lower seven bits of each byte in two planes of two vectors each.
@@ -325,8 +325,8 @@ unsafe fn look_up([a, b, c, d]: [__m512; 4], codes: __m512) -> (__m512i, __m512i
     (_mm512_permutex2var_epi8(a, codes, b), _mm512_permutex2var_epi8(c, codes, d))
 }
 
-/// Looks up as [`look_up`] does, for Intel, where VPERMI2B is three micro-operations and VPERMB one. To widen
-/// 64 codes and multiply them by a query takes 0.91 to 0.94 of the time.
+/// Looks up as [`look_up`] does, for Intel, where VPERMI2B is three micro-operations and VPERMB one. Converting 64
+/// codes and multiplying them with a query takes 0.91 to 0.94 of the time.
 ///
 /// # Safety
 /// AVX-512 BW and VBMI.
@@ -342,7 +342,7 @@ pub(super) unsafe fn look_up_by_halves([a, b, c, d]: [__m512; 4], codes: __m512)
     (low, high)
 }
 
-/// Methods of [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx): bytes that are looked up in tables.
+/// Methods of [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx) that look bytes up in tables.
 macro_rules! byte_methods {
     ($look_up:path) => {
         const WIDENS_CODES: bool = true;
@@ -374,7 +374,8 @@ macro_rules! byte_methods {
                 let &[a, b, c, d, ..] = tables;
                 let (low, high) = $look_up([a, b, c, d], codes);
                 let codes = _mm512_castps_si512(codes);
-                // An index has seven bits: the eighth is the sign, which may be that of a negative descale already.
+                // The index has seven bits: the eighth bit is the sign, which a negative descale may already flip
+                // in the table.
                 let sign = _mm512_set1_epi8(i8::MIN);
                 let high = _mm512_ternarylogic_epi32::<A_XOR_B_AND_C>(high, codes, sign);
                 let (first, second) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
@@ -422,7 +423,7 @@ macro_rules! byte_methods {
     };
 }
 
-/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) have beside those of AVX-512.
+/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) have in addition to those of AVX-512.
 macro_rules! bf16_methods {
     () => {
         const BF16_DOT: bool = true;
@@ -458,7 +459,8 @@ macro_rules! bf16_methods {
 
         #[inline(always)]
         unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
-            // Quarters of four pairs: unpacking leaves columns 0, 8, 16, 24 and 4, 12, 20, 28 and those after them.
+            // Puts quarters of four pairs in order: unpacking leaves columns 0, 8, 16, 24, then 4, 12, 20, 28, each
+            // with those that follow.
             const FIRST: [u64; 8] = [0, 1, 8, 9, 2, 3, 10, 11];
             const SECOND: [u64; 8] = [4, 5, 12, 13, 6, 7, 14, 15];
             // SAFETY: AVX-512 BW; the caller promised 32 bf16 twice, and room for 32 pairs.
@@ -514,7 +516,7 @@ impl Simd for Avx512Vbmi {
 }
 
 impl Simd for Avx512Bf16 {
-    // Dot products outrun FMAs on AMD. An Intel processor uses them only if its user names them.
+    // Dot products are faster than FMAs on AMD. An Intel processor uses them only if its user names them.
     const DOTS_OUTRUN_FMAS: bool = true;
     avx512_methods!(Avx512Bf16, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vbmi,avx512bf16");
     byte_methods!(look_up);

@@ -9,7 +9,7 @@ use crate::simd::Simd;
 
 /// The value of every FP8 byte.
 pub(crate) fn fp8_table(dtype: DType) -> &'static [f32; 256] {
-    /// Made without a lock, which a fork at that moment would leave locked.
+    /// A conversion table, created without a lock, since a fork at that moment would leave a lock held.
     type Table = OnceBox<[f32; 256]>;
     static TABLES: [Table; 4] = [const { OnceBox::new() }; 4];
     let of = |at: usize, value: fn(u8) -> f32| {
@@ -33,7 +33,7 @@ pub(crate) trait Elem: Copy {
     /// A whole vector of elements is readable there.
     unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V;
 
-    /// Whether [`unit`](Self::unit) takes the elements at even places first, those at odd ones second.
+    /// Whether [`unit`](Self::unit) returns elements at even places first, and those at odd ones second.
     const EVEN_ODD: bool = false;
     /// Whether elements are bf16.
     const IS_BF16: bool = false;
@@ -59,7 +59,8 @@ pub(crate) struct OfBf16;
 #[derive(Clone, Copy)]
 pub(crate) struct OfFp8(pub(crate) &'static [f32; 256]);
 
-/// A type that vectors load by one instruction: its bits, how one is converted, and how a vector is.
+/// Implements an element type that vectors load by one instruction: its bits, and the conversion of one number and
+/// of a vector.
 macro_rules! vector_elem {
     ($name:ident, $bits:ty, $one:expr, $vector:ident) => {
         impl Elem for $name {
@@ -129,7 +130,7 @@ impl Elem for OfFp8 {
     }
 }
 
-/// `$body` once for each type of elements, the type chosen here.
+/// Expands `$body` once for each element type; the type is chosen at run time.
 macro_rules! of_type {
     ($dtype:expr, $elem:ident => $body:expr) => {
         match $dtype {

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use crate::simd::Simd;
 pub(crate) use elem::{Elem, fp8_table, of_type};
 
-/// A tensor that is read. Its strides and extents have passed validation and the argument check.
+/// A tensor that is read, with strides and extents that passed validation and the argument check.
 #[derive(Clone, Copy)]
 pub(crate) struct Source {
     ptr: *const u8,
@@ -65,7 +65,7 @@ impl Source {
         Matrix {
             ptr: self.ptr.wrapping_offset(offset),
             dtype: self.dtype,
-            // A bogus stride of an axis of one element is never multiplied by more than 0.
+            // An invalid stride of an axis of one element does no harm: it is only multiplied by 0.
             row: (self.strides.seq as isize).wrapping_mul(size),
             col: (self.strides.dim as isize).wrapping_mul(size),
         }
@@ -110,7 +110,7 @@ impl Target {
         Self { ptr: self.row_ptr(batch, seq, first, 0), dtype: self.dtype, strides }
     }
 
-    /// Writes one row, whatever the step from element to element.
+    /// Writes one row with any stride between its elements.
     ///
     /// # Safety
     /// The row is inside the tensor, and no other thread writes it.
@@ -172,7 +172,7 @@ impl Matrix {
         Self { ptr, dtype, row: cols as isize * size, col: size }
     }
 
-    /// Whether the elements of a row lie side by side.
+    /// Whether the elements of a row are contiguous.
     pub(crate) fn has_dense_rows(&self) -> bool {
         self.col == self.dtype.size_bytes() as isize
     }
@@ -181,7 +181,7 @@ impl Matrix {
     #[inline(always)]
     pub(crate) fn at(&self, row: usize, col: usize) -> *const u8 {
         self.ptr.wrapping_offset((row as isize).wrapping_mul(self.row)).wrapping_offset(
-            // Column 0 never uses the stride, which may be bogus for one column.
+            // A matrix with one column never uses the column stride, which may then be invalid.
             (col as isize).wrapping_mul(self.col),
         )
     }
@@ -212,8 +212,8 @@ impl Matrix {
         self.col == E::BYTES as isize
     }
 
-    /// Copies `rows x cols` times `factor` into panels of `S::PANEL` columns, `capacity` rows
-    /// each; zeros to the right of the last column. Whether all of it was finite.
+    /// Copies `rows x cols` times `factor` into panels of `S::PANEL` columns, `capacity` rows each; zeros to the
+    /// right of the last column. Returns whether all elements were finite.
     ///
     /// # Safety
     /// The extents are inside the tensor; `to` holds `cols / PANEL` (rounded up) panels.

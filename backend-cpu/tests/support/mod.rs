@@ -1,4 +1,4 @@
-//! Random problems, run on the backend and by the definition, compared under the contract's rule.
+//! Random problems, run on the backend and by the definition, compared under the contract's error bound.
 #![allow(
     dead_code,
     unreachable_pub,

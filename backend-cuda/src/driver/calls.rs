@@ -1,4 +1,4 @@
-//! The driver as core and `fmha-gpu` call it: memory, streams, events, graphs, launches.
+//! The driver's calls in the form in which core and `fmha-gpu` use them: memory, streams, events, graphs, launches.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -40,8 +40,9 @@ unsafe impl Driver for Device {
         let _ = self.enter().and_then(|_entered| call!(cuMemFree_v2(address)));
     }
 
-    /// The call alone does not wait: from pageable memory it returns once the bytes are staged (CUDA Driver API, "API
-    /// synchronization behavior"), and streams that do not wait for the default one could overtake them.
+    /// Copies to the device and waits. Without the wait the driver's call returns once bytes from pageable memory
+    /// are staged (CUDA Driver API, "API synchronization behavior"), and streams that do not wait for the default
+    /// one could read too early.
     unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()> {
         let _entered = self.enter()?;
         call!(cuMemcpyHtoD_v2(to, bytes.as_ptr().cast(), bytes.len()))?;

@@ -7,10 +7,10 @@ use fmha_core::error::Result;
 
 use super::{Device, check, lacking, sys};
 
-/// Kernels and copies take addresses of this alignment as they take any greater one.
+/// Alignment of the memory; kernels and copies work on this alignment as on any greater one.
 const ALIGN: u64 = 16;
 
-/// A mapped range between two that are reserved and stay unmapped; all of it goes back when it is dropped.
+/// A mapped range between two reserved, unmapped ones; dropping it releases all three.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     device: Arc<Device>,
@@ -25,8 +25,8 @@ pub(crate) struct Mapped {
 }
 
 impl Mapped {
-    /// `bytes` that end (`at_end`; but for less than 16 bytes that keep the first one aligned) or begin where
-    /// nothing is mapped.
+    /// Allocates `bytes` that begin, or with `at_end` end, at unmapped addresses. Up to 15 unused bytes may follow
+    /// the end, so that the first byte is aligned.
     ///
     /// # Errors
     /// What the driver said.
@@ -53,7 +53,7 @@ impl Mapped {
         let first = base + granule as u64;
         let address = if at_end { (first + mapped_bytes - bytes) / ALIGN * ALIGN } else { first };
         let device = Arc::clone(device);
-        // A drop releases from here on whatever exists.
+        // From here on a drop releases whatever was made so far.
         let mut mapped = Self { device, base, granule: granule as u64, mapped_bytes, handle: None, address };
         let mut handle = 0;
         call!(cuMemCreate(&raw mut handle, mapped_bytes as usize, &raw const prop, 0))?;

@@ -56,9 +56,9 @@ pub(crate) mod tensor_map {
 
 /// `CU_STREAM_NON_BLOCKING`: a stream that does not wait for the default one.
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
-/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: other threads' calls do not disturb the capture.
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: calls of other threads do not invalidate the capture.
 pub(crate) const CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
-/// `CU_STREAM_CAPTURE_STATUS_NONE`: what is queued runs.
+/// `CU_STREAM_CAPTURE_STATUS_NONE`: the stream is not capturing, so queued work runs.
 pub(crate) const CAPTURE_STATUS_NONE: c_int = 0;
 /// `CU_EVENT_DEFAULT`.
 pub(crate) const EVENT_DEFAULT: c_uint = 0;
@@ -67,7 +67,7 @@ pub(crate) const FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
 /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`.
 pub(crate) const LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION: c_int = 6;
 
-/// `CUlaunchAttribute`, of the attributes whose value is an int.
+/// `CUlaunchAttribute`, for attributes whose value is an int.
 #[repr(C, align(8))]
 pub(crate) struct LaunchAttribute {
     pub(crate) id: c_int,
@@ -108,11 +108,11 @@ pub(crate) struct MemLocation {
 #[repr(C)]
 pub(crate) struct MemAllocationProp {
     pub(crate) kind: c_int,
-    /// 0: shared with no other process.
+    /// 0: the memory is shared with no other process.
     pub(crate) handle_types: c_int,
     pub(crate) location: MemLocation,
     pub(crate) win32_metadata: Handle,
-    /// Flags of the allocation; zeros: neither compressed nor for remote access.
+    /// Flags of the allocation; all zero: neither compressed nor for GPUDirect RDMA.
     pub(crate) flags: [c_uchar; 8],
 }
 
@@ -139,7 +139,7 @@ pub(crate) const WAIT_VALUE_EQ: c_uint = 1;
 /// Largest number of operations in one call: the driver takes fewer than 256.
 pub(crate) const MOST_MEM_OPS: usize = 128;
 
-/// `CUstreamBatchMemOpParams`, of waits and writes, which have the same fields.
+/// `CUstreamBatchMemOpParams`, for waits and writes, which have equal fields.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct MemOp {
@@ -155,7 +155,7 @@ pub(crate) struct MemOp {
 impl From<&Word> for MemOp {
     fn from(word: &Word) -> Self {
         let (operation, address, value, flags) = match *word {
-            // Writes have a barrier of the whole system before them by default.
+            // By default the driver puts a memory barrier of system scope before each write.
             Word::Write { at, value } => (MEM_OP_WRITE_32, at, value, 0),
             Word::Await { at, value } => (MEM_OP_WAIT_32, at, value, WAIT_VALUE_EQ),
         };
@@ -165,7 +165,7 @@ impl From<&Word> for MemOp {
 
 macro_rules! functions {
     ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?);)*) => {
-        /// The driver's functions; `None` where the library is too old for one.
+        /// The driver's functions; `None` for a function that the library is too old to have.
         #[allow(non_snake_case, reason = "the driver's names")]
         pub(crate) struct Functions {
             $(pub(crate) $name: Option<unsafe extern "C" fn($($type),*) -> Status>,)*
@@ -187,7 +187,7 @@ macro_rules! functions {
             }
         }
 
-        /// Each function with the sizes of its parameters, as they are declared here and as cudarc has them.
+        /// Each function with the sizes of its parameters, as declared here and as declared in cudarc.
         #[cfg(test)]
         fn declared_here_and_by_cudarc() -> Vec<(&'static str, Vec<usize>, Vec<usize>)> {
             use cudarc::driver::sys as theirs;
@@ -262,15 +262,15 @@ functions! {
     fn cuGraphExecDestroy(executable: Handle);
 }
 
-/// The driver's library, the developer's link first: the test double bears that name.
+/// File names of the driver's library. The unversioned development name comes first, since the test double has it.
 const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
 
 static FUNCTIONS: OnceCell<Functions> = OnceCell::new();
 
-/// Opens the library, once for the process; where there is none, the next call looks again.
+/// Opens the library once per process; if none is found, the next call searches again.
 ///
 /// # Errors
-/// What the loader said of each name.
+/// What the loader said for each name.
 pub(crate) fn load() -> Result<(), String> {
     FUNCTIONS.get_or_try_init(|| first(NAMES)).map(|_| ())
 }

@@ -1,4 +1,4 @@
-//! Objects made through the driver and given back to it, on the test double. No compiler is needed.
+//! Objects made and destroyed through the driver, on the test double. No compiler is needed.
 
 use std::time::{Duration, Instant};
 
@@ -37,10 +37,10 @@ fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
     let facts = DeviceFacts::of::<Cuda>(&device.info).unwrap();
     assert_eq!((&*facts.arch, facts.num_sms, facts.smem_bytes), ("sm_90a", 132, device.info.smem_bytes));
     assert_eq!(facts.device, "NVIDIA H200, sm_90a, 132 SMs");
-    // 4096 operations a clock of each multiprocessor; 768 bytes twice a clock.
+    // An H200's peaks: 4096 operations per clock and multiprocessor; 768 bytes twice per memory clock.
     assert_eq!(facts.roofline.flops_per_second, Some(4096.0 * 132.0 * 1.98e9));
     assert_eq!(facts.roofline.bytes_per_second, Some(768.0 * 2.0 * 3.201e9));
-    // Tuned tiles belong to a device's name: with a cache folder they are kept there under that name.
+    // Tuned tiles are stored under the device's name, if there is a cache folder.
     assert_ne!(facts.tuned, fmha_core::tune::TunedTiles::default());
     for (capability, arch) in [((10, 0), "sm_100a"), ((8, 9), "sm_89")] {
         device.info.capability = capability;
@@ -84,7 +84,7 @@ fn what_is_freed_or_destroyed_is_gone() {
     assert!(call!(cuModuleUnload(handle)).is_err());
 }
 
-/// A wait has a least length, and lies within the one around it.
+/// Elapsed seconds between events have a lower bound, and are less than those of a surrounding pair.
 #[test]
 fn seconds_between_events_are_seconds() {
     let device = Arc::new(device());

@@ -1,4 +1,4 @@
-//! NVIDIA's seat: its driver, its compiler, and the recipes of `fmha-kernels-cuda`.
+//! NVIDIA's part of the generic backend: its driver, its compiler, and the recipes of `fmha-kernels-cuda`.
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -44,8 +44,8 @@ impl Vendor for Cuda {
     }
 }
 
-/// NVTX's libraries: of CUDA 12.9 and later, and of those before. Either hands ranges to the profiler that has started
-/// the process.
+/// NVTX's libraries: that of CUDA 12.9 and later, then that of earlier versions. Both pass ranges to the profiler
+/// that started the process.
 const NVTX: [&str; 2] = ["libnvtx3interop.so.1", "libnvToolsExt.so.1"];
 
 fn nvtx() -> Ranges {

@@ -1,7 +1,6 @@
-//! `choose`: scores of an indexer, scores of blocks, and lists of the greatest, in launches one after another.
-//!
-//! Scores lie in the workspace, of as many rows at a time as [`CHUNK_BYTES`] hold: the lists of a chunk are written
-//! while its scores are still in the L2, and the matrix of all scores is never there.
+//! The operation `choose` in successive launches: scores of an indexer, scores of blocks, and lists of the greatest
+//! scores. Scores of up to [`CHUNK_BYTES`] lie in the workspace: the lists of such a chunk of rows are made while
+//! its scores are still in the L2, so the matrix of all scores never exists.
 
 use std::marker::PhantomData;
 
@@ -16,17 +15,17 @@ use crate::launches::{Launch, Launches, Stage};
 use crate::recipe::{About, Choice, Facts as _, Kernel, Operand, Vendor, deterministic_rows};
 use crate::steps::Steps;
 
-/// Bytes of the scores of a chunk of rows, unless one row has more.
+/// Bytes of the scores of a chunk of rows; a single row may have more.
 const CHUNK_BYTES: u64 = 32 << 20;
 
 /// Fields of the tile of every choice.
 const OWN_FIELDS: &[&str] = &["parts", "cluster"];
 
-/// Most groups of threads to a row's list, and the fewest keys of each.
+/// Most thread groups for one row's list; the next constant is the fewest keys of each.
 const MOST_PARTS: u32 = 16;
 const LEAST_KEYS: u32 = 8192;
 
-/// Warps of a group that chooses, at most: waves are of 64 lanes, or of 32.
+/// Most warps or waves in a group that chooses.
 const MOST_WARPS: u64 = 32;
 
 /// Most pieces of a launch.
@@ -36,15 +35,15 @@ const MOST_PIECES: u64 = 1 << 31;
 pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
     /// Name of the kernel in plans and refusals.
     const NAME: &'static str;
-    /// Whether it is correct for all and fast for none.
+    /// Whether this is the slow fallback kernel that supports every indexer.
     const IS_FALLBACK: bool;
-    /// Fields of its tile that a caller may set.
+    /// Tile fields that a caller may set.
     const FIELDS: &'static [&'static str] = &[];
 
-    /// An argument of its launch behind [`ChooseParams`]; `()`: none.
+    /// A second argument of the launch after [`ChooseParams`]; `()` for none.
     type Beside;
 
-    /// Checks that the device has what its instructions need.
+    /// Checks that the device has the instructions that the kernel needs.
     ///
     /// # Errors
     /// The architecture, and what it lacks.
@@ -52,13 +51,13 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
         Ok(())
     }
 
-    /// Takes an indexer, or given scores (`None`), or says why not.
+    /// Accepts an indexer, or scores from the caller (`None`), or refuses with the reason.
     ///
     /// # Errors
     /// The field that it does not take, and its number.
     fn takes(indexer: Option<&Indexer>) -> Result<(), String>;
 
-    /// Bytes of which k's address and strides have to be a multiple.
+    /// Alignment in bytes that k's address and strides need.
     fn alignment(_operand: Operand) -> u64 {
         1
     }
@@ -68,8 +67,8 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
         ScoreSums::F32
     }
 
-    /// The launch over so many rows of a problem with this indexer; `None` where scores are given. `fields` are those
-    /// of [`Self::FIELDS`] that the caller sets.
+    /// The launch that scores this many rows; `None` if the caller gives the scores. `fields` are the tile fields
+    /// that the caller sets.
     ///
     /// # Errors
     /// The fields that make more groups than a grid has, or that are out of their range.
@@ -81,17 +80,17 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
         fields: &TileOptions,
     ) -> Result<Option<Launch>, String>;
 
-    /// The argument of a call's launches.
+    /// The second argument of a call's launches.
     ///
     /// # Errors
     /// What the driver refuses.
     fn beside(call: &Call<'_, ValidChoose>, indexer: &Indexer, fields: &TileOptions) -> Result<Self::Beside>;
 
-    /// How it computes, for readers.
+    /// A description of how the kernel computes, for plan reports.
     fn words() -> &'static str;
 }
 
-/// Scores that the caller has.
+/// Scores that the caller gives, so that no indexer runs.
 #[derive(Clone, Copy, Debug)]
 pub struct NoIndexer;
 
@@ -164,11 +163,11 @@ impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
     }
 }
 
-/// A choice whose indexer's scores are `S`'s.
+/// The recipe of a choice whose indexer's scores are computed by `S`.
 #[derive(Clone, Debug)]
 pub struct Choose<S> {
     chunk: Chunk,
-    /// Fields of the tile of its scores.
+    /// Tile fields of the kernel that computes the scores.
     fields: TileOptions,
     scores: PhantomData<S>,
 }
@@ -176,25 +175,26 @@ pub struct Choose<S> {
 /// Wishes of a caller for the launch that chooses.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Groups of threads to a row's list; `None`: as many as serve.
+    /// Number of thread groups for one row's list; `None`: chosen for the device.
     parts: Option<u32>,
-    /// Groups of a cluster to a row's list; `None`: as many as serve.
+    /// Number of groups of a cluster for one row's list; `None`: chosen for the device.
     cluster: Option<u32>,
-    /// Fields of the tile of its scores.
+    /// Tile fields of the kernel that computes the scores.
     fields: TileOptions,
 }
 
-/// Rows of a chunk, and where its scores lie in the workspace.
+/// Number of rows in a chunk, and the offsets of its scores in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Chunk {
     rows: u64,
-    /// Scores of keys, where they are not an output.
+    /// Offset of the scores of keys, unless they are an output.
     keys: Option<u64>,
-    /// Scores of blocks, where they are not an output.
+    /// Offset of the scores of blocks, unless they are an output.
     blocks: Option<u64>,
     /// Groups of threads to a row's list.
     parts: u32,
-    /// Bytes of the histograms of rows in parts. They lie first, since each run clears them; counts of runs follow.
+    /// Bytes of the histograms of rows that several groups share. They lie first, since each run clears them; the
+    /// counts of runs follow.
     zeroed: u64,
     bytes: u64,
 }
@@ -211,7 +211,7 @@ impl Chunk {
         let widest = u64::from(problem.seqlen_k.max(problem.num_entries())).div_ceil(group).max(1);
         let by_pieces = (MOST_PIECES / group / widest).max(1);
         let rows = (CHUNK_BYTES / of_row.max(1)).clamp(1, problem.rows().max(1)).min(by_pieces);
-        // Histograms are cleared once a run: for one chunk.
+        // Histograms are cleared once per run, so rows are only split among groups if there is one chunk.
         let parts = if rows >= problem.rows() && problem.topk > 0 { parts(rows) } else { 1 };
         let whole = |bytes: u64| bytes.next_multiple_of(Workspace::ALIGN as u64);
         let zeroed = if parts > 1 { whole(rows * ROW_BINS * 4) } else { 0 };
@@ -298,7 +298,8 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             if has_own_lists {
                 return 1;
             }
-            // A group has a multiprocessor to itself, and each launch has to be worth starting.
+            // Groups are chosen so that each has a multiprocessor to itself, and has enough keys to be worth
+            // starting.
             let there = u64::from(facts.groups_at_once()) / rows.max(1);
             let by_keys = problem.num_entries() / LEAST_KEYS;
             wanted.unwrap_or((there.min(MOST_PARTS.into()) as u32).min(by_keys).max(1))
@@ -366,7 +367,7 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             kernel: Self { chunk, fields, scores: PhantomData },
             launches,
             workspace: Workspace { bytes: chunk.bytes, zeroed_bytes: chunk.zeroed },
-            // A row's scores have one order of sums, and counts are whole numbers.
+            // Results are deterministic: a row's scores have a fixed order of sums, and counts are integers.
             promises: Promises {
                 row_invariant: true,
                 accuracy: if is_exact { Accuracy::Exact } else { Accuracy::Fast },
@@ -392,7 +393,7 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
         let [key_row, entry_row] =
             [problem.seqlen_k, problem.num_entries()].map(|entries| 4 * u64::from(entries));
         for row in (0..problem.rows()).step_by(chunk.rows as usize) {
-            // Scores of keys are given, in the workspace, or an output.
+            // Scores of keys are an input, an output, or lie in the workspace.
             let keys = match (problem.source, chunk.keys) {
                 (ScoreSource::Given, _) => given + row * key_row,
                 (_, Some(at)) => workspace + at,
@@ -413,10 +414,10 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
                 runs: DevPtr::new(workspace + chunk.zeroed),
                 ..params
             };
-            // The first launch alone takes the second argument; the driver reads as many as a kernel has.
+            // Only the first launch has a second argument; the driver reads as many arguments as a kernel declares.
             let mut arguments = [(&raw mut params).cast(), beside];
-            // SAFETY: the kernels take one ChooseParams, and that of the scores what is beside it; core saw that its
-            // memory covers the problem, and the workspace is as large as the plan said.
+            // SAFETY: each kernel takes one ChooseParams, and the scoring kernel its second argument; core saw that
+            // the memory covers the problem, and the workspace is as large as the plan says.
             unsafe { steps.launch_all(&mut arguments, call.stream)? };
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! `combine`: merges partial results that the caller brings.
+//! The kernel `combine`, which merges partial results that the caller gives.
 
 use fmha_core::abi::MAX_PARTS;
 use fmha_core::spec::CombineSpec;
@@ -52,7 +52,7 @@ impl<V: Vendor> Kernel<ValidCombine, V> for Combine {
             kernel: Self,
             launches: Launches::from(main),
             workspace: Workspace::NONE,
-            // A row is merged in the order of its parts.
+            // Row invariance holds: a row's parts are merged in order.
             promises: Promises { row_invariant: true, ..deterministic_rows() },
             details: Vec::new(),
         })

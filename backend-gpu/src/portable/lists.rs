@@ -1,12 +1,14 @@
-//! Lists of keys as kernels of tiles take them: a tile has query heads of one token and kv head, and walks its list.
+//! Lists of keys for tiled kernels: a tile has the query heads of one token and kv head, and reads the keys of its
+//! list.
 
 use fmha_core::masks::Masks;
 use fmha_core::{Bias, FwdProblem, KvLayout, MaskSpec, QLayout, VLayout};
 
-/// Whether a kernel that sees places in a list, not positions, takes what a problem has beside its lists.
+/// Checks that a problem with lists has no option that needs key positions, for a kernel that only has places in a
+/// list.
 ///
 /// # Errors
-/// What asks for positions, or for columns of V.
+/// The option that needs positions, or a column-major V.
 pub fn takes_places(problem: &FwdProblem, kernel: &'static str) -> Result<(), String> {
     let Some(lists) = &problem.lists else { return Ok(()) };
     let beside = if problem.score.bias != Bias::None {
@@ -23,8 +25,8 @@ pub fn takes_places(problem: &FwdProblem, kernel: &'static str) -> Result<(), St
     Err(format!("{beside} beside indices of topk {} is not in this kernel", lists.topk))
 }
 
-/// A problem over lists with each token as a sequence of one query, whose keys are a list's: what tiles are
-/// chosen for.
+/// The problem over lists with each token as a sequence of one query whose keys are those of its list. Tiles are
+/// chosen for this problem.
 #[must_use]
 pub fn of_tokens(problem: &FwdProblem) -> FwdProblem {
     let mut tokens = problem.clone();

@@ -1,4 +1,4 @@
-//! Recipes of the kernels that every vendor has in its own text: a warp or a wave takes rows one after another.
+//! Recipes of the kernels that every vendor has: a warp or wave computes one row after another.
 
 mod choose;
 mod combine;
@@ -14,7 +14,7 @@ pub use combine::Combine;
 pub use quantize::Quantize;
 pub use simt::{Simt, SimtBwd};
 
-/// A kernel that every vendor has. Each is compiled for one constant, `kSpec`.
+/// A kernel that every vendor has, compiled for one constant, `kSpec`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowKernel {
     /// The forward, of a [`FwdSpec`](fmha_core::spec::FwdSpec).
@@ -31,44 +31,44 @@ pub enum RowKernel {
     SimtStats,
     /// Every gradient, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
     SimtBwd,
-    /// [`Simt`](Self::Simt) under masks as data: their parameters follow the forward's.
+    /// [`Simt`](Self::Simt) with masks as data, whose parameters follow the forward's.
     MaskedSimt,
-    /// [`Simt`](Self::Simt) over scales by blocks: their parameters follow the forward's.
+    /// [`Simt`](Self::Simt) with scales by blocks, whose parameters follow the forward's.
     ScaledSimt,
     /// [`SimtStats`](Self::SimtStats) under masks as data.
     MaskedSimtStats,
     /// [`SimtBwd`](Self::SimtBwd) under masks as data.
     MaskedSimtBwd,
-    /// The gradients of captured tensors from their sums, of a [`BwdSpec`](fmha_core::spec::BwdSpec): a group of lanes
-    /// takes as many elements.
+    /// Writes the gradients of captured tensors from their sums, for a [`BwdSpec`](fmha_core::spec::BwdSpec): each
+    /// lane of a group writes one element.
     SimtCaptured,
-    /// Numbers that small outputs need of each query row, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the
-    /// masks' parameters follow.
+    /// Writes the statistics of each query row for small outputs, for a [`FwdSpec`](fmha_core::spec::FwdSpec); with
+    /// `masked` the masks' parameters follow.
     SmallRows {
         /// Whether there are masks as data.
         masked: bool,
     },
-    /// The greatest score of each head, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the masks'
-    /// parameters follow, unread.
+    /// Writes the greatest score of each head, for a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the
+    /// masks' parameters follow, but are not read.
     SmallHeads {
         /// Whether there are masks as data.
         masked: bool,
     },
-    /// Each key's sum of probabilities, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the masks'
-    /// parameters follow.
+    /// Writes each key's sum of probabilities, for a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the
+    /// masks' parameters follow.
     SmallKeys {
         /// Whether there are masks as data.
         masked: bool,
     },
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
     Combine,
-    /// Scores of an indexer, of an [`IndexSpec`](fmha_core::choose_params::IndexSpec): a group of lanes takes as many
-    /// keys of a row.
+    /// Writes scores of an indexer, for an [`IndexSpec`](fmha_core::choose_params::IndexSpec): each lane of a group
+    /// scores one key of a row.
     IndexScores,
-    /// Scores of blocks, of any literal: a group of lanes takes as many of them.
+    /// Writes scores of blocks; the spec is a dummy literal. Each lane of a group scores one block.
     BlockScores,
-    /// Lists of the greatest scores, of an i32 that says which step of them (`choose_row.h`): a group of threads takes
-    /// a row, or a part of one.
+    /// Writes lists of the greatest scores; the spec is an i32 with the number of the step (`choose_row.h`). A
+    /// group of threads handles a row, or a part of a row.
     Choose,
     /// The largest magnitudes of a tensor, of a [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): a group of
     /// lanes leaves one number.
@@ -82,7 +82,7 @@ pub enum RowKernel {
     UpdateCache,
 }
 
-/// A row kernel whose text is each vendor's own.
+/// A row kernel of which each vendor has its own text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnText {
     /// [`RowKernel::Combine`].
@@ -97,7 +97,7 @@ impl RowKernel {
     /// Header, parameters and call of a kernel whose text every vendor shares (`fmha/simt`).
     ///
     /// # Errors
-    /// The kernel, where its text is the vendor's own.
+    /// The kernel, if each vendor has its own text.
     pub fn shared_text(self) -> Result<[&'static str; 3], OwnText> {
         const CHOOSE: &str = "fmha/simt/choose.h";
         const FWD: &str = "fmha/simt/fwd.h";

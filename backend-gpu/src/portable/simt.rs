@@ -16,7 +16,7 @@ use crate::recipe::{About, Choice, Facts as _, Kernel, Vendor, deterministic_row
 use crate::steps::Steps;
 
 const NAME: &str = "simt";
-/// Shares of query rows, each with sums of its own of what captured tensors' gradients are, at most.
+/// Most shares of the query rows; each share has its own sums of the captured tensors' gradients.
 const MOST_SHARES: u64 = 4096;
 
 /// The forward.
@@ -75,7 +75,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
             kernel: Self,
             launches: Launches::new(update, main, []),
             workspace: update::workspace(problem, Workspace::NONE).map_err(refuse)?,
-            // A row's keys have one order, whatever the other rows are.
+            // Row invariance holds: a row's keys have a fixed order, whatever the other rows are.
             promises: deterministic_rows(),
             details: vec![("tile", format!("{group} to a row, {threads} keys at a time"))],
         })
@@ -96,14 +96,14 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
             (None, None, None) => (&raw mut masks).cast(),
         };
         let count = if has_more { 2 } else { 1 };
-        // SAFETY: the kernel takes FwdParams, and TwoCachesParams, ListParams, BlockScaleParams or MaskDataParams where
-        // the problem has two caches, lists, scales by blocks or masks; core saw that the memory of both covers the
-        // problem.
+        // SAFETY: the kernel takes FwdParams, and TwoCachesParams, ListParams, BlockScaleParams or MaskDataParams
+        // if the problem has two caches, lists, scales by blocks or masks as data; core saw that the memory covers
+        // the problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast(), more][..count], call.stream) }
     }
 }
 
-/// The backward, in two launches, and one more for gradients of captured tensors.
+/// The backward in two launches, with a third for gradients of captured tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct SimtBwd(BwdWorkspace);
 
@@ -129,7 +129,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let refuse = |text: String| Refusal::new(NAME, text);
         let (rows, spec) = (BwdRows::of(problem), BwdSpec::of(problem));
         let launch = |at, kernel, rows| facts.row_launch(at, kernel, &spec, [rows, 0]).map_err(refuse);
-        // A block is one row, so nothing is padded.
+        // Each block has one row, so no rows are padded.
         let workspace = BwdWorkspace::new(problem, 1, None, 0)
             .and_then(|workspace| workspace.with_captured(problem, rows.queries.min(MOST_SHARES)))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
@@ -164,8 +164,8 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let more = if fwd.lists.is_some() { (&raw mut lists).cast() } else { (&raw mut masks).cast() };
         let mut arguments = [(&raw mut params).cast(), more];
         let count = if fwd.masks.is_empty() && fwd.lists.is_none() { 1 } else { 2 };
-        // SAFETY: every kernel takes one BwdParams, and the masks or lists where there are some; core saw that their
-        // memory covers the problem, and the workspace is as large as the plan said.
+        // SAFETY: every kernel takes one BwdParams, and parameters of masks or lists if the problem has them; core
+        // saw that the memory covers the problem, and the workspace is as large as the plan says.
         unsafe { steps.launch_all(&mut arguments[..count], call.stream) }
     }
 }

@@ -1,5 +1,5 @@
-//! Small outputs of the forward: launches behind whichever kernel writes O. They compute scores again, a row or a key
-//! to a group of lanes.
+//! Small outputs of the forward: launches after the kernel that writes O, whichever it is. They recompute scores;
+//! each group of lanes handles one row or one key.
 
 use fmha_core::masks::mask_data_params;
 use fmha_core::small_outputs::{rows_bytes, small_params};
@@ -12,10 +12,10 @@ use crate::launches::{Launch, Stage};
 use crate::recipe::Facts;
 use crate::steps::Step;
 
-/// Refuses, in the name of the kernel before them, what the launches do not read as that kernel does.
+/// Refuses problem features that these launches do not support, in the name of the main kernel.
 ///
 /// # Errors
-/// The small output that is wanted, and what it is wanted beside.
+/// The small output, and the feature that excludes it.
 pub(crate) fn takes(problem: &ValidFwd, kernel: &str) -> Result<(), Refusal> {
     let Some(name) = problem.outputs.first() else { return Ok(()) };
     let beside = match problem.cache.dtype {
@@ -30,7 +30,7 @@ pub(crate) fn takes(problem: &ValidFwd, kernel: &str) -> Result<(), Refusal> {
     Err(Refusal::new(kernel, format!("{name} beside {beside} is not written on this device")))
 }
 
-/// The launches, and the bytes of workspace that they share.
+/// The launches that write small outputs, and the bytes of workspace that they share.
 ///
 /// # Errors
 /// Lengths that make more groups than a grid has, or more bytes than a workspace.
@@ -40,12 +40,12 @@ pub(crate) fn plan(problem: &ValidFwd, facts: &impl Facts) -> Result<(Vec<Launch
         return Ok((Vec::new(), 0));
     }
     let bytes = rows_bytes(problem).ok_or("the workspace would be 2^62 bytes or more")?;
-    // Scores know nothing of what else the forward writes.
+    // Scores do not depend on the forward's other outputs, so the spec turns these off.
     let mut spec =
         FwdSpec { write_lse: false, write_keep_mask: false, dropout: false, ..FwdSpec::of(problem) };
     let masked = !problem.masks.is_empty();
     if masked {
-        // Pairs ask the mask as code where masks as data say so: not in full blocks.
+        // With masks as data the launches evaluate the mask as code for each pair, except in full blocks.
         spec.code = tile_list::code_beside_lists(problem);
     }
     let dims = problem.dims;
@@ -63,7 +63,7 @@ pub(crate) fn plan(problem: &ValidFwd, facts: &impl Facts) -> Result<(Vec<Launch
     Ok((launches, bytes))
 }
 
-/// Queues the launches; `place`: where their part of the workspace begins.
+/// Queues the launches; `place` is the offset of their part of the workspace.
 ///
 /// # Safety
 /// As [`fmha_core::Launch::launch`]; the steps are those of [`plan`], and the workspace has its bytes from `place` on.
@@ -80,8 +80,8 @@ pub(crate) unsafe fn run<D: Driver>(steps: &[Step<D>], call: &Call<'_, ValidFwd>
     let mut arguments = [(&raw mut params).cast(), (&raw mut small).cast(), (&raw mut masks).cast()];
     let count = if call.problem.masks.is_empty() { 2 } else { 3 };
     for step in steps {
-        // SAFETY: the kernels take FwdParams and SmallParams, and MaskDataParams where there are masks; core saw that
-        // the memory covers the problem, and the workspace is as large as the plan said.
+        // SAFETY: the kernels take FwdParams and SmallParams, and MaskDataParams if there are masks as data; core
+        // saw that the memory covers the problem, and the workspace is as large as the plan says.
         unsafe { step.launch(&mut arguments[..count], call.stream)? };
     }
     Ok(())

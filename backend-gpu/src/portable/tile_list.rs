@@ -1,5 +1,5 @@
-//! Lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see
-//! tiles of keys: one small launch makes them in the workspace before the kernel that walks them.
+//! Lists, under masks as data, of the blocks of keys that each tile of queries sees, or of the blocks of queries
+//! that see each tile of keys. A small launch writes them to the workspace before the kernel that reads them.
 
 pub use fmha_core::TileOf;
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams};
@@ -16,62 +16,64 @@ use crate::steps::Step;
 /// The launch's name in plans.
 pub const NAME: &str = "tile_list";
 
-/// Threads of a group of that launch.
+/// Threads of a group of the launch that makes lists.
 pub const THREADS: u32 = 256;
 
 /// A vendor's launch that makes lists.
 pub trait ListsTiles {
-    /// The launch, a group for each of `lists`: arguments `FwdParams`,
-    /// [`MaskDataParams`](fmha_core::masks::MaskDataParams), [`TileList`]. Of the spec it reads how Q, K and V lie;
-    /// `block`: queries and keys of a tile.
+    /// The launch, with one group for each of `lists` and the arguments `FwdParams`,
+    /// [`MaskDataParams`](fmha_core::masks::MaskDataParams), [`TileList`]. It reads only the layouts of Q, K and V
+    /// from the spec; `block` is the number of queries and keys of a tile.
     fn list_tiles(&self, spec: &FwdSpec, of: TileOf, block: [i32; 2], code: MaskCode, lists: u32) -> Launch;
 }
 
-/// A mask as code, as kernels that walk lists of tiles have it.
+/// How kernels that read lists of tiles evaluate a mask as code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaskCode {
-    /// None is given.
+    /// The call has no mask as code.
     None,
-    /// The launch that makes lists, and in cut blocks the kernel, ask it for each pair.
+    /// The launch that makes lists, and the kernel in partly masked blocks, evaluate the mask as code for each
+    /// pair.
     Asked,
-    /// A launch before all others writes what it shows into the bits of the masks as data, and nobody else asks it.
+    /// A launch before all others writes the mask as code into the bits of the masks as data, and no other kernel
+    /// evaluates it.
     InBits,
 }
 
-/// Words of what a mask as code shows, 32 keys of a query each.
+/// Bits of the pairs that a mask as code shows; each word has 32 keys of one query.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct FunctionBits {
     place: u64,
     /// Words of a query.
     row: u32,
-    /// Words of a sequence; 0 where all have the same.
+    /// Number of words of a sequence; 0 if all sequences share them.
     batch: u64,
     heads: u32,
 }
 
 abi_struct! {
-    /// Blocks of each tile, a kernel argument: of keys for a tile of queries, of queries for a tile of keys. A row
-    /// is of a sequence, a head of the masks and a tile.
+    /// Kernel argument with the list of each tile: blocks of keys for a tile of queries, or blocks of queries for a
+    /// tile of keys. There is one row for each sequence, head of the masks and tile.
     pub struct TileList {
         /// How many blocks of a row are cut, and how many are whole.
         pub counts: DevPtr<i32>,
-        /// Blocks of a row: those that are cut from its begin up, whole ones from its end down.
+        /// Blocks of a row: partly masked ones from its begin upwards, fully visible ones from its end downwards.
         pub blocks: DevPtr<i32>,
         /// Tiles of the longest sequence.
         pub num_tiles: i32,
-        /// Blocks that a row has room for.
+        /// Capacity of a row, in blocks.
         pub max_blocks: i32,
-        /// Heads of a sequence's lists; 0 where all sequences have the same.
+        /// Number of heads with their own lists in a sequence; 0 if all sequences share the lists.
         pub heads_of_batch: i32,
-        /// Query heads to one of them.
+        /// Query heads that share a head of the lists.
         pub heads_ratio: i32,
-        /// Places of the blocks in an order of the tiles that have them, as `blocks`; behind the rows of each head a
-        /// row of counters. Null where additions have no order.
+        /// Rank of each block among the tiles that list it, laid out like `blocks`; after the rows of each head
+        /// comes a row of counters. Null if additions have no fixed order.
         pub ranks: DevPtr<i32>,
     }
 }
 
-/// Lists of a problem's tiles, and where they lie in the workspace.
+/// Lists of a problem's tiles, and their offsets in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TileListPlan {
     list: TileList,
@@ -83,28 +85,29 @@ pub struct TileListPlan {
     ranks: Option<u64>,
     code: MaskCode,
     bits: Option<FunctionBits>,
-    /// End of all that lists take in the workspace.
+    /// End of the lists' part of the workspace.
     end: u64,
 }
 
-/// Lists, at most: a group of [`THREADS`] makes each, and a grid of AMD's has threads that 32 bits count.
+/// Most lists of a problem: a group of [`THREADS`] threads makes each, and AMD counts a grid's threads in 32 bits.
 const MOST_LISTS: u64 = (u32::MAX / THREADS) as u64;
 
-/// Bytes of lists, at most: they grow with the square of the length, and `sm80` serves the same masks without any.
+/// Most bytes of lists: they grow with the square of the length, and `sm80` supports the same masks without lists.
 const MOST_BYTES: u64 = 4 << 30;
 
-/// Bits of a mask as code, at most, in bytes: 32768 queries of as many keys.
+/// Most bytes of the bits of a mask as code: 32768 queries times 32768 keys.
 const MOST_BYTES_OF_BITS: u64 = 128 << 20;
 
-/// Query heads from which on bits are written once for all of them; fewer ask the function itself.
+/// Fewest query heads for which the bits are written once for all heads; with fewer heads kernels evaluate the
+/// function itself.
 const LEAST_HEADS_OF_BITS: u32 = 4;
 
 impl TileListPlan {
-    /// Lists of tiles and blocks of `block_m` queries and `block_n` keys behind `before` of the workspace, and the
-    /// whole workspace.
+    /// Plans lists for tiles and blocks of `block_m` queries and `block_n` keys, placed after `before` in the
+    /// workspace; also returns the whole workspace.
     ///
     /// # Errors
-    /// More rows than a grid has groups for, with the fields that make them.
+    /// More rows than a grid can have groups, with the fields that cause them.
     pub fn new(
         problem: &FwdProblem,
         of: TileOf,
@@ -161,7 +164,7 @@ impl TileListPlan {
         ))
     }
 
-    /// Lists whose blocks have places in an order too, behind the workspace that the lists end.
+    /// Adds a rank to each listed block, placed at the end of `workspace`.
     ///
     /// # Errors
     /// More bytes than lists may take.
@@ -177,9 +180,8 @@ impl TileListPlan {
         Ok((Self { ranks: Some(ranks), end: bytes, ..self }, Workspace { bytes, ..workspace }))
     }
 
-    /// Lists beside bits of the mask as code behind the workspace that the lists end, where one is given that all heads
-    /// share and no bits of the call's own take their place. They grow with the product of the lengths, and end at
-    /// 128 MiB.
+    /// Adds bits of the mask as code, placed at the end of `workspace`, if all heads share the function and the
+    /// call has no bits of its own. The bits grow with the product of the lengths; above 128 MiB none are added.
     #[must_use]
     pub fn in_bits(self, problem: &FwdProblem, workspace: Workspace) -> (Self, Workspace) {
         let dims = problem.dims;
@@ -202,20 +204,22 @@ impl TileListPlan {
         (Self { code: MaskCode::InBits, bits, end: bytes, ..self }, Workspace { bytes, ..workspace })
     }
 
-    /// How kernels have the mask as code.
+    /// How the kernels evaluate the mask as code.
     #[must_use]
     pub fn code(&self) -> MaskCode {
         self.code
     }
 
-    /// Words of a row of the bits of a mask as code, of how many sequences of a batch; `None` where there are none.
+    /// Number of words in a row of the mask-as-code bits, and number of sequences with their own bits; `None`
+    /// without such bits.
     #[must_use]
     pub fn words_of_bits(&self, problem: &FwdProblem) -> Option<(u32, u32)> {
         let of = |bits: FunctionBits| (bits.row, if bits.batch == 0 { 1 } else { problem.dims.batch });
         self.bits.map(of)
     }
 
-    /// Masks of a call as its kernels take them: with the bits of a mask as code beside the lists.
+    /// Masks of a call as parameters for its kernels: with the bits of a mask as code in the place of the call's
+    /// bits.
     #[must_use]
     pub fn masks(&self, masks: MaskDataParams, list: &TileList) -> MaskDataParams {
         let Some(FunctionBits { place, row, batch, heads }) = self.bits else { return masks };
@@ -224,27 +228,27 @@ impl TileListPlan {
         MaskDataParams { bits, bits_ratio: heads.cast_signed(), ..masks }
     }
 
-    /// Groups of lists: one for each sequence and head of the masks.
+    /// Number of (sequence, mask head) pairs that have lists of their own.
     #[must_use]
     pub fn groups(&self) -> u32 {
         self.rows / self.list.num_tiles.unsigned_abs()
     }
 
-    /// Whether it is of such tiles.
+    /// Whether the lists are for such tiles.
     #[must_use]
     pub fn is_of(&self, of: TileOf, block: [i32; 2]) -> bool {
         (self.of, self.block) == (of, block)
     }
 
-    /// Lists whose memory begins at an address.
+    /// Lists in memory that begins at `address`.
     fn at(&self, address: u64) -> TileList {
         let at = |place: u64| DevPtr::new(address + (place - self.counts));
         let ranks = self.ranks.map_or(DevPtr::NULL, at);
         TileList { counts: at(self.counts), blocks: at(self.blocks), ranks, ..self.list }
     }
 
-    /// Lists of a call, and whether its mask object has made them; else they lie in the workspace, and
-    /// [the call makes them](Self::made).
+    /// Parameters of a call's lists, and whether its mask object has made them; otherwise they lie in the
+    /// workspace, and [the call makes them](Self::made).
     #[must_use]
     pub fn of_call(&self, masks: &MaskArgs<'_>, workspace: u64) -> (TileList, bool) {
         match masks.built.and_then(|object| object.list_at(self.of, self.block, self.ranks.is_some())) {
@@ -253,7 +257,7 @@ impl TileListPlan {
         }
     }
 
-    /// Facts of them that a mask object knows.
+    /// The properties of these lists by which a mask object identifies them.
     #[must_use]
     pub fn shape(&self) -> TileLists {
         TileLists {
@@ -264,11 +268,11 @@ impl TileListPlan {
         }
     }
 
-    /// Queues what makes lists at an address, by the plan's steps for them in their order: bits, lists, ranks.
+    /// Queues the plan's steps that make lists at an address: bits, lists, ranks.
     ///
     /// # Safety
-    /// The step is of [`launch`](Self::launch); the lists' memory is there, and lengths and masks have passed the check
-    /// of their call. The stream is live, and the device entered.
+    /// The step is of [`launch`](Self::launch); the lists' memory exists, and lengths and masks have passed the
+    /// check of their call. The stream is live, and the device entered.
     ///
     /// # Errors
     /// What the driver said.
@@ -289,11 +293,11 @@ impl TileListPlan {
         Ok(())
     }
 
-    /// Lists of a call, made by the plan's steps where its mask object has not made them, and the masks that later
-    /// kernels take.
+    /// Returns the parameters of a call's lists, and the masks for later kernels. If no mask object has made the
+    /// lists, queues the plan's steps that make them.
     ///
     /// # Safety
-    /// As [`Kernel::launch`](crate::Kernel::launch); `params` and `masks` are of the same call, and its workspace is
+    /// As [`Kernel::launch`](crate::Kernel::launch); `params` and `masks` belong to this call, and its workspace is
     /// as large as the plan says.
     ///
     /// # Errors
@@ -317,7 +321,7 @@ impl TileListPlan {
         Ok((list, masks))
     }
 
-    /// The launch that makes them.
+    /// The launch that makes the lists.
     pub fn launch(&self, spec: &FwdSpec, facts: &impl ListsTiles) -> Launch {
         facts.list_tiles(spec, self.of, self.block, self.code, self.rows)
     }
@@ -337,22 +341,23 @@ impl TileListPlan {
     }
 }
 
-/// Whether lists of tiles serve a problem: one with masks as data, or with a mask as code that does not read the
-/// head, so that one list serves all heads.
+/// Whether lists of tiles can be used for a problem: it has masks as data, or a mask as code that does not read the
+/// head index, so that all heads share one list.
 #[must_use]
 pub fn serve(problem: &FwdProblem) -> bool {
-    // A function alone over keys that arrive while the call runs is asked pair by pair: lists do not wait.
+    // A mask as code alone, with keys that arrive while the call runs, is evaluated pair by pair: making lists
+    // would not wait for keys.
     let is_listed = problem.code.mask.is_some() && !reads_head(problem) && problem.arrivals == 0;
     !problem.masks.is_empty() || is_listed
 }
 
-/// Whether the mask as code reads the head.
+/// Whether the mask as code reads the head index.
 #[must_use]
 pub fn reads_head(problem: &FwdProblem) -> bool {
     problem.code.mask.as_ref().is_some_and(|mask| reads(mask, Variable::Head))
 }
 
-/// Whether all sequences of a batch see the same: they are of one length, and no mask is one's own.
+/// Whether all sequences of a batch see the same pairs: lengths are equal, and no mask has a batch axis.
 fn shared_by_batch(problem: &FwdProblem) -> bool {
     let FwdProblem { layout, masks, .. } = problem;
     let is_even = layout.q == QLayout::Batch
@@ -373,13 +378,14 @@ fn reads(function: &Function, variable: Variable) -> bool {
     function.graph().nodes().contains(&Node::Variable(variable))
 }
 
-/// The functions that scores are computed by where lists ask the mask.
+/// The functions with which scores are computed in kernels with lists, which evaluate the mask separately.
 #[must_use]
 pub fn code_beside_lists(problem: &FwdProblem) -> CodeKind {
     if problem.code.score.is_some() { CodeKind::Score } else { CodeKind::None }
 }
 
-/// Heads that have lists of their own: those of the mask that has the most; each, where a function tells them apart.
+/// Number of heads with lists of their own: that of the mask with the most heads, or all query heads if a function
+/// reads the head index.
 fn heads_of(problem: &FwdProblem) -> u32 {
     if reads_head(problem) {
         return problem.dims.num_heads_q;
@@ -390,7 +396,7 @@ fn heads_of(problem: &FwdProblem) -> u32 {
     axes.into_iter().flatten().map(|axes| axes.heads).max().unwrap_or(1)
 }
 
-/// `fmha/tile_list.h`: what this file shares with the device.
+/// `fmha/tile_list.h`: the types that this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
     let definitions = [TileList::c_definition()];

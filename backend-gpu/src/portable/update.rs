@@ -1,5 +1,5 @@
-//! The launches before a forward kernel: the one that updates the cache which the kernel reads, and the one that writes
-//! the keep mask of a kernel that does not.
+//! The launches before a forward kernel: one updates the cache that the kernel reads; one writes the keep mask, if
+//! the kernel does not.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::cache_update::{CacheSpec, bind, is_wanted, num_rows, workspace_bytes};
@@ -11,7 +11,7 @@ use crate::launches::{Launch, Stage};
 use crate::recipe::Facts;
 use crate::steps::Steps;
 
-/// The launch that updates the cache, under a name, where the problem wants one.
+/// The launch that updates the cache, with this name, if the problem needs one.
 ///
 /// # Errors
 /// More groups than a grid has.
@@ -27,10 +27,10 @@ pub fn launch_before(
     is_wanted(problem).then(launch).transpose()
 }
 
-/// A kernel's `own` workspace with that of the launch behind it.
+/// A kernel's `own` workspace followed by that of the cache update.
 ///
 /// # Errors
-/// The bound that both together are beyond.
+/// The limit that both together exceed.
 pub fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String> {
     if !is_wanted(problem) {
         return Ok(own);
@@ -42,12 +42,12 @@ pub fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String
     Ok(Workspace { bytes, ..own })
 }
 
-/// Offset of the launch's part of the workspace, after the kernel's own part.
+/// Offset of the cache update's part of the workspace, after the kernel's own part.
 fn place(own: Workspace) -> u64 {
     own.bytes.next_multiple_of(256)
 }
 
-/// Queues the launches before a forward kernel that the plan has; returns what the kernel itself reads.
+/// Queues those launches before a forward kernel that the plan has; returns the parameters for the kernel.
 ///
 /// # Safety
 /// As [`fmha_core::Launch::launch`]; the steps and the workspace are those of a plan of [`launch_before`] and

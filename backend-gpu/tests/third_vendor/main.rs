@@ -1,5 +1,5 @@
-//! A vendor that is neither of the two: a driver over host memory, and two recipes. Selection, stages, workspace,
-//! fallback, promises, tuning and precompilation come with the crate.
+//! A third vendor: a driver over host memory, and two recipes. Selection, stages, workspace, fallback, promises,
+//! tuning and precompilation come from the crate.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -47,7 +47,7 @@ impl Toy {
 /// Number that makes the driver refuse the launch of a kernel that adds it.
 const REFUSED: f32 = 999.0;
 
-/// A kernel's "machine code" is its entry: a number that it adds to each element.
+/// A loaded kernel. Its "machine code" is its entry text: a number that it adds to each element.
 struct Loaded {
     driver: Arc<Toy>,
     adds: f32,
@@ -217,7 +217,7 @@ impl Facts for ToyFacts {
         ("a toy", 1)
     }
 
-    /// Each kernel that every vendor has adds 7 to each element.
+    /// Row kernels of this vendor add 7 to each element.
     fn row_launch(
         &self,
         at: (Stage, &'static str),
@@ -255,7 +255,8 @@ impl Vendor for Third {
     }
 }
 
-/// Adds 1 to the workspace before, 20 to O, and what the workspace has after: three launches. Takes aligned O alone.
+/// A kernel of three launches: adds 1 to the workspace before, 20 to O, and the workspace to O afterwards. Accepts
+/// only an aligned O.
 #[derive(Clone, Copy)]
 struct Staged;
 
@@ -348,7 +349,7 @@ impl Kernel<ValidFwd, Third> for Staged {
     }
 }
 
-/// A slow kernel that takes any address: it adds 7 to O.
+/// A slow kernel that accepts any address: it adds 7 to O.
 #[derive(Clone, Copy)]
 struct Slow;
 
@@ -404,7 +405,7 @@ fn problem(dtype: DType) -> ValidFwd {
     FwdProblem::batch(dtype, DIMS).validate().unwrap()
 }
 
-/// O, `off` bytes into its memory, of zeros before the run.
+/// Runs on zeros and returns O, which begins `off` bytes into its memory.
 fn o_of(device: &Device, options: &PlanOptions, off: usize) -> Result<Vec<f32>> {
     let plan = device.plan_fwd(&problem(DType::F32), options)?;
     let memory = device.memory();
@@ -452,7 +453,7 @@ fn operands_that_the_kernel_does_not_take_are_the_fallbacks_or_refused_before_an
     assert_eq!(*log.lock().unwrap(), ["zero 32 on 0", "zero 64 on 0"], "new memory alone is cleared");
     let options = PlanOptions::default().allow_fallback(true);
     assert_eq!(o_of(&device, &options, 4).unwrap(), [7.0; 8]);
-    // The larger of both, in either measure.
+    // The larger of the two workspaces, in size and in alignment.
     let plan = device.plan_fwd(&problem(DType::F32), &options).unwrap();
     assert_eq!((plan.kernel(), plan.workspace()), ("staged", Workspace::zeroed(12)));
     let words = "kernel slow takes them: correct, not fast";
@@ -486,7 +487,7 @@ fn tiles_and_jobs_are_the_recipes() {
     let (problem, options) = (problem(DType::F32), PlanOptions::default());
     let tuner = device.tuner().unwrap();
     assert_eq!(tuner.knobs(AnyProblem::Forward(&problem), &options).unwrap()[0].0, "adds");
-    // The kernel that is named has no tile, and the one that has a tile is not named.
+    // The named kernel has no tile, so there is nothing to tune.
     assert!(tuner.knobs(AnyProblem::Forward(&problem), &options.clone().kernel("slow")).is_err());
     let tile = tuner.default_tile(AnyProblem::Forward(&problem), &options).unwrap();
     assert_eq!(tile, [("adds".to_owned(), "20".to_owned())]);

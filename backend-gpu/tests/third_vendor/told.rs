@@ -1,5 +1,5 @@
-//! Reports to a profiler and a logger: ranges nest and close, however a plan or a run ends; records name what
-//! was planned, compiled and tuned.
+//! Reports to a profiler and a logger: ranges nest and close, however a plan or a run ends; log records name each
+//! planned, compiled and tuned kernel.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int};
@@ -40,7 +40,7 @@ pub(super) fn ranges() -> Ranges {
     unsafe { Ranges::linked(push, pop) }
 }
 
-/// The ranges that `work` opens; each is closed.
+/// The ranges that `work` opens; checks that each is closed.
 fn ranges_of<T>(work: impl FnOnce() -> T) -> (T, Vec<String>) {
     TOLD.take();
     let result = work();
@@ -104,7 +104,7 @@ impl Log for Kept {
     fn flush(&self) {}
 }
 
-/// The records that `work` makes of one target: their levels and words.
+/// The log records that `work` makes for one target: their levels and words.
 fn records_of(target: &str, work: impl FnOnce()) -> Vec<(Level, String)> {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -158,7 +158,7 @@ fn a_kernel_tells_that_it_is_compiled_once_and_found_afterwards() {
     assert_eq!(found, [(Level::Debug, words)]);
 }
 
-/// A timer whose seconds a tile's fields name.
+/// A timer whose seconds are given by a tile's field.
 struct Named;
 
 impl Timer for Named {

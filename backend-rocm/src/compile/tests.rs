@@ -1,5 +1,5 @@
-//! Tests of both compilers without the cache: an installed clang, and the emulator's hipRTC, which also calls
-//! one.
+//! Tests of both compilers without the cache: an installed clang, and the emulator's hipRTC, which calls a clang
+//! itself.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,7 +10,7 @@ use fmha_core::source::Header;
 use super::*;
 use crate::driver::sys::Hiprtc;
 
-/// A kernel with 256 words of LDS; what its header defines says how many.
+/// A kernel with 256 words of LDS; a constant in its header gives the number.
 const ENTRY: &str = r#"
 #include <part/words.h>
 extern "C" __attribute__((global)) void fmha_kernel(int* p) {
@@ -30,7 +30,7 @@ fn job(header: &'static str) -> KernelJob {
     }
 }
 
-/// A code object for gfx942, whose kernel is `fmha_kernel`; none without a clang.
+/// A code object for gfx942 with the kernel `fmha_kernel`; `None` without a clang.
 pub(crate) fn kernel() -> Option<Vec<u8>> {
     let compiler = compilers().into_iter().next()?;
     Some(compiler.compile(&job("#define WORDS 256\n")).unwrap().machine)
@@ -95,7 +95,7 @@ fn a_compiler_is_told_by_its_version_and_a_clang_by_its_path_too() {
     assert_eq!(clang.own_flags(), CLANG_FLAGS);
     let Some(mut hiprtc) = hiprtc() else { return };
     let named = |hiprtc| Compiler::Hiprtc(Box::new(hiprtc)).identity();
-    // A function that an older library lacks is no error.
+    // A function that an older library lacks is no error if it is optional.
     let version = hiprtc.hiprtcVersion.take();
     assert!(version.is_some());
     assert_eq!(named(hiprtc), "hipRTC without a version");

@@ -1,5 +1,5 @@
-//! The driver as core and `fmha-gpu` call it: memory, streams, launches; events and graphs, which are optional in a
-//! library and an error where it lacks them.
+//! The driver's calls in the form in which core and `fmha-gpu` use them: memory, streams, launches, and events and
+//! graphs, which a library may lack; calling them is then an error.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -12,9 +12,9 @@ use super::{Driver, Function, Selected};
 
 /// `hipStreamNonBlocking`: a stream that does not wait for the default one.
 const NON_BLOCKING: c_uint = 1;
-/// `hipStreamCaptureModeThreadLocal`: other threads' calls do not disturb the capture.
+/// `hipStreamCaptureModeThreadLocal`: calls of other threads do not invalidate the capture.
 const CAPTURE_MODE: c_int = 1;
-/// `hipStreamCaptureStatusNone`: what is queued runs.
+/// `hipStreamCaptureStatusNone`: the stream is not capturing, so queued work runs.
 const CAPTURE_STATUS_NONE: c_int = 0;
 
 macro_rules! optional {
@@ -37,7 +37,7 @@ unsafe impl GpuDriver for Driver {
         self.select()
     }
 
-    /// HIP aligns it to 256 bytes.
+    /// HIP aligns the memory to 256 bytes.
     fn alloc(&self, bytes: u64) -> Result<u64> {
         let _selected = self.select()?;
         let size = usize::try_from(bytes.max(1)).map_err(|_| Error::System {
@@ -56,8 +56,8 @@ unsafe impl GpuDriver for Driver {
         unsafe { (self.hip.hipFree)(address as Handle) };
     }
 
-    /// The call may return once the bytes are staged, and streams that do not wait for the default one could overtake
-    /// them.
+    /// Copies to the device and waits. Without the wait the driver's call may return once the bytes are staged, and
+    /// streams that do not wait for the default one could read too early.
     unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()> {
         let _selected = self.select()?;
         // SAFETY: the caller promised `to`; `bytes` is a slice.
@@ -203,7 +203,7 @@ impl Queues for Driver {
         !self.emulated
     }
 
-    /// A library without the call has no captures.
+    /// Whether the stream is being captured. A library that lacks this function cannot capture.
     unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
         let Some(is_capturing) = self.hip.hipStreamIsCapturing else { return Ok(false) };
         let _selected = self.select()?;

@@ -1,4 +1,4 @@
-//! HIP behind `Result`: the only folder that calls the driver.
+//! HIP's functions with `Result`; only this folder calls the driver.
 
 mod calls;
 pub(crate) mod search;
@@ -16,7 +16,7 @@ use self::sys::{DeviceProperties, Handle, Hip, HipStatus};
 pub(crate) struct Driver {
     hip: Arc<Hip>,
     ordinal: c_int,
-    /// Whether `hip` is the emulator's: its events have the emulator's time.
+    /// Whether `hip` is the emulator's library, whose events carry the emulator's time.
     emulated: bool,
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct DeviceInfo {
     /// Architecture with features, such as `gfx942:sramecc+:xnack-`.
     pub(crate) gcn_arch_name: String,
     pub(crate) num_compute_units: u32,
-    /// HIP's own number, 0 where it has none.
+    /// HIP's version number, 0 if the library does not report one.
     pub(crate) runtime_version: i32,
 }
 
@@ -46,7 +46,7 @@ impl Driver {
         driver.at(ordinal)
     }
 
-    /// The device after this one.
+    /// The device with the next ordinal.
     ///
     /// # Errors
     /// [`Error::NoDevice`] after the last.
@@ -102,7 +102,7 @@ impl Driver {
         })
     }
 
-    /// Loads a code object and finds `entry` in it.
+    /// Loads a code object and finds the kernel `entry` in it.
     pub(crate) fn load(&self, image: &[u8], entry: &str) -> Result<Function> {
         let _selected = self.select()?;
         let name = CString::new(entry).map_err(|_| Error::System {
@@ -122,7 +122,7 @@ impl Driver {
         Ok(function)
     }
 
-    /// Makes the device this thread's current one for as long as the answer lives.
+    /// Makes the device current in this thread while the returned value lives.
     pub(super) fn select(&self) -> Result<Selected<'_>> {
         let mut current: c_int = 0;
         // SAFETY: `current` is a c_int.
@@ -145,11 +145,11 @@ impl Driver {
     }
 }
 
-/// A device is this thread's current one until this is dropped; then the caller's own is again.
+/// A device is current in this thread while this value lives; dropping it makes the caller's device current again.
 #[must_use = "the device is the caller's again at once"]
 pub(super) struct Selected<'a> {
     hip: &'a Hip,
-    /// Device of the caller; `None` if this one was current.
+    /// Device that was current before; `None` if it was this one.
     callers: Option<c_int>,
 }
 
@@ -177,7 +177,7 @@ unsafe impl Sync for Function {}
 impl Drop for Function {
     fn drop(&mut self) {
         if !self.module.is_null() {
-            // A module that cannot be unloaded is left to the driver.
+            // A module that cannot be unloaded is left to the driver to free.
             let _selected = self.driver.select();
             // SAFETY: loaded by `load`, unloaded once.
             unsafe { (self.driver.hip.hipModuleUnload)(self.module) };

@@ -7,7 +7,8 @@ use libloading::Library;
 
 use super::sys::{Hip, Hiprtc};
 
-/// A library's names, the unversioned first: a developer's link says which version they mean.
+/// File names of the library. The unversioned name comes first, since a development link shows which version the
+/// user wants.
 const HIP: [&str; 4] = ["libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"];
 const HIPRTC: [&str; 4] = ["libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5"];
 
@@ -23,7 +24,7 @@ const ROCTX: [&str; 5] = [
 /// libamdhip64, from the loader's path, then `$ROCM_PATH/lib`, then `/opt/rocm/lib`.
 ///
 /// # Errors
-/// [`Error::NoDevice`] with every name that was tried and what the loader said of it.
+/// [`Error::NoDevice`] with every name that was tried and the loader's message for it.
 pub(crate) fn hip() -> Result<Hip, Error> {
     first(&system(&HIP), Hip::resolve)
 }
@@ -36,12 +37,12 @@ pub(crate) fn hiprtc() -> Result<Hiprtc, Error> {
     first(&system(&HIPRTC), Hiprtc::resolve)
 }
 
-/// Places to look at for ROCTx, in the same folders as for HIP.
+/// Paths to search for ROCTx, in the folders used for HIP.
 pub(crate) fn roctx() -> Vec<PathBuf> {
     system(&ROCTX)
 }
 
-/// libamdhip64 at one of these places alone.
+/// Opens libamdhip64 from these paths only.
 ///
 /// # Errors
 /// As [`hip`].
@@ -49,7 +50,7 @@ pub(crate) fn hip_at(places: &[PathBuf]) -> Result<Hip, Error> {
     first(places, Hip::resolve)
 }
 
-/// libhiprtc at one of these places alone: the emulator's.
+/// Opens libhiprtc, the emulator's, from these paths only.
 #[cfg(test)]
 pub(crate) fn hiprtc_at(places: &[PathBuf]) -> Result<Hiprtc, Error> {
     first(places, Hiprtc::resolve)

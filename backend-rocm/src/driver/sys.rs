@@ -1,7 +1,7 @@
 //! HIP's C interface: the functions that this crate calls, with their types, resolved by name.
 //!
-//! Signatures are those of ROCm 6's `hip_runtime_api.h`. Not one of them is linked: a machine
-//! without ROCm gets an error, not a loader's abort.
+//! Signatures are those of ROCm 6's `hip_runtime_api.h`. No function is linked: a machine without ROCm gets an
+//! error, not an abort by the loader.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -12,7 +12,7 @@ pub(crate) type HipStatus = c_int;
 /// Device memory, a stream, a module, ...: never dereferenced here.
 pub(crate) type Handle = *mut c_void;
 
-/// `hipDeviceProp_tR0600` as far as it is read: bytes, with the offsets of ROCm 6 and 7.
+/// `hipDeviceProp_tR0600` as raw bytes; the offsets of the fields read here are those of ROCm 6 and 7.
 #[repr(C, align(8))]
 pub(crate) struct DeviceProperties(pub(crate) [u8; DeviceProperties::BYTES]);
 

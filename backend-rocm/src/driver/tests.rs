@@ -1,4 +1,4 @@
-//! Handles of dropped objects, over the emulator's library, which looks every handle up.
+//! Handles of destroyed objects, with the emulator's library, which checks every handle.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -15,7 +15,8 @@ fn driver() -> Option<Arc<Driver>> {
     driver.map(Arc::new).map_err(|error| println!("absent: no test double: {error}")).ok()
 }
 
-/// The double sees every access, and its events have the host's time. A device does neither.
+/// Only the test double checks bounds, and only a device has a clock: the double checks every access, and its
+/// events carry the host's time.
 #[test]
 fn only_the_test_double_checks_bounds_and_only_a_device_has_a_clock() {
     let Some(double) = driver() else { return };

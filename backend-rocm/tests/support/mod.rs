@@ -1,4 +1,4 @@
-//! Code that the tests of this crate share.
+//! Helpers that several tests of this crate use.
 #![allow(
     dead_code,
     clippy::unwrap_used,
@@ -24,7 +24,7 @@ pub(crate) const DIMS: Dims = Dims {
 pub(crate) fn code_object(device: &Device, problem: &ValidFwd, options: &PlanOptions) -> Vec<u8> {
     let compiler = device.precompiler().unwrap();
     let jobs = compiler.jobs(AnyProblem::Forward(problem), options).unwrap();
-    // Launches before it, which update a cache or make lists of tiles, have no tile.
+    // Launches before the main kernel, which update a cache or make lists of tiles, have no tile.
     let main = jobs.iter().find(|job| job.source.entry.contains("kTile")).unwrap_or(&jobs[0]);
     compiler.precompile(main).unwrap().machine.clone()
 }
@@ -38,7 +38,7 @@ pub(crate) fn products(device: &Device, problem: &ValidBwd, options: &PlanOption
     products.map(|job| (job.kernel.to_string(), compiler.precompile(job).unwrap().machine.clone())).collect()
 }
 
-/// Runs an ignored test of the calling program in a process of its own, with these variables and no bundle.
+/// Runs an ignored test of the calling program in a separate process with these variables and no bundle.
 pub(crate) fn in_a_process(test: &str, variables: &[(&str, &str)]) {
     let child = Command::new(std::env::current_exe().unwrap())
         .args([test, "--exact", "--ignored"])
@@ -50,7 +50,7 @@ pub(crate) fn in_a_process(test: &str, variables: &[(&str, &str)]) {
     assert!(child.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// Whether a clang that knows AMDGPU is there; says so where it is not.
+/// Whether a clang with the AMDGPU target is installed; prints a message if not.
 pub(crate) fn clang_is_there() -> bool {
     let named = std::env::var("FMHA_HIP_CLANG").ok();
     let there = named.iter().map(String::as_str).chain(["clang-22", "clang"]).any(|clang| {

@@ -12,7 +12,7 @@ use fmha_rocm::{Arch, Resources};
 
 const OBJDUMP: &str = "llvm-objdump-22";
 const MCA: &str = "llvm-mca-22";
-/// Passes that llvm-mca 22 does not count of V_MFMA_F32_32X32X64_F8F6F4 on FP8: it takes 16, not 8.
+/// Passes that llvm-mca 22 leaves out for V_MFMA_F32_32X32X64_F8F6F4 on FP8, which takes 16 passes, not 8.
 const F8F6F4_UNCOUNTED: f64 = 8.0;
 
 const COLUMNS: &str = "arch\tcall\tvgprs\tagprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tmfma_percent\tvalu_passes\tsimd_percent\n";
@@ -109,10 +109,10 @@ fn bwd_rows(arch: Arch, head_dim: u32) -> String {
 
 const RDNA_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\twmma\tvector\ttranscendental\tlds_reads\tmatrix_percent\n";
 
-/// The table of the backward's products on WMMA: of one step of 32 walked rows that masks nothing what it
-/// issues, copying and reading own rows anew left out, and the matrix unit's share of it. llvm-mca 22 gives
-/// WMMA the rate of an addition: here a matrix instruction takes what the stated peak leaves it, a vector
-/// instruction one cycle, a transcendental one four.
+/// The table of the backward's products on WMMA: the instructions of one unmasked step of 32 rows, without copies
+/// and without reloading a workgroup's own rows, and the matrix unit's share of its time. llvm-mca 22 gives WMMA
+/// the rate of an addition, so here a matrix instruction takes the time that follows from the stated peak, a vector
+/// instruction one cycle, and a transcendental one four.
 pub(crate) fn rdna_bwd_table(rows: fn(Arch, u32) -> bool) -> String {
     let mut text = RDNA_COLUMNS.to_owned();
     let of_arch = |arch: Arch| {
@@ -172,8 +172,8 @@ const DECODE_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_si
 /// Keys of a step of decode's loop.
 const DECODE_KEYS: u64 = 32;
 
-/// A compute unit's share of memory, in bytes a cycle: rates and clocks as AMD states them, of one die of MI250X, of
-/// MI300X, of MI355X; and the clock in GHz.
+/// A compute unit's share of memory bandwidth in bytes per cycle, from AMD's stated rates and clocks, for one die
+/// of MI250X, for MI300X and for MI355X; and the clock in GHz.
 fn memory_share(arch: Arch) -> (f64, f64) {
     let (bytes_per_second, ghz) = match arch {
         Arch::Gfx90a => (1.6e12, 1.7),
@@ -201,8 +201,8 @@ pub(crate) fn decode_table() -> String {
     text
 }
 
-/// Row of the table for paged rows of these head dimensions, as `compiles.rs` has them; 576/512 has V in K. `listed`:
-/// the keys are those of lists of addresses.
+/// Row of the table for paged rows with these head dimensions, as in `compiles.rs`; for 576/512 V lies in K.
+/// `listed`: keys come from lists of addresses.
 fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32), listed: bool) -> String {
     let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..super::support::DIMS };
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);
@@ -223,13 +223,13 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32), listed: bool) -
     let shared_by = if head_dim_qk > 256 { 4 } else { 1 };
     let file = scratch(arch, "co");
     std::fs::write(&file, &code).unwrap();
-    // Without the loads, whose latency is what the figures are of.
+    // Loads are left out, since their latency is the table's parameter.
     let step: Vec<String> =
         main_loop(&file).into_iter().filter(|text| !text.starts_with("global_load")).collect();
     std::fs::remove_file(&file).unwrap();
     let passes = passes(arch, &step);
-    // Number of loads that the strictest wait of a step leaves under way: one tile of K or V, or none for
-    // latent rows.
+    // Number of loads that the strictest wait of a step leaves in flight: one tile of K or V, or none for latent
+    // rows.
     let left =
         step.iter().filter_map(|text| text.split_once("vmcnt(")?.1.split(')').next()?.parse::<u32>().ok());
     let loads_beside = left.min().unwrap_or(0);
@@ -237,7 +237,7 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32), listed: bool) -
     let waves = waves_per_simd(arch, &found, shared_by).min(2);
     let unit_bytes = 4 * waves * DECODE_KEYS * u64::from(row_elems) * 2 / shared_by;
     let (share, ghz) = memory_share(arch);
-    // A wave's work beside its loads counts as zero, and the waves of a SIMD run one after another.
+    // The model counts a wave's work other than loads as zero, and runs the waves of a SIMD one after another.
     let percent = |nanoseconds: f64| {
         let work = 4.0 * passes.total;
         let cycles = (work + nanoseconds * ghz).max(waves as f64 * work);
@@ -306,16 +306,16 @@ struct Passes {
 }
 
 impl Passes {
-    /// Share of the matrix unit's time that `waves` of a SIMD fill together, if nothing but the units limits them:
-    /// the longest of all their matrix passes, all their vector passes, and one of them alone. A rule, no simulation.
+    /// Modelled share of the matrix unit's time that `waves` waves on a SIMD fill together, if only the units limit
+    /// them. The time is the longest of: all matrix passes, all vector passes, and one wave alone. No simulation.
     fn simd_share(&self, waves: f64) -> f64 {
         let matrix = waves * self.mfma;
         matrix / matrix.max(waves * self.vector).max(self.total)
     }
 }
 
-/// One step of the loop with the most matrix instructions: of the ways through it that have them all,
-/// the one with fewest others, which is the step that masks and rescales nothing.
+/// One step of the loop with the most matrix instructions. Among paths through the loop that execute all of them,
+/// the one with the fewest other instructions is taken: the step without masking and rescaling.
 pub(crate) fn main_loop(code: &Path) -> Vec<String> {
     let listing = output(Command::new(OBJDUMP).args(["-d", "--no-show-raw-insn"]).arg(code));
     let mut instructions: Vec<(u64, String)> = Vec::new();
@@ -361,7 +361,7 @@ pub(crate) fn main_loop(code: &Path) -> Vec<String> {
     let mut best: Option<((i64, i64), Vec<usize>)> = None;
     for back in 0..blocks.len() {
         for head in after(back).into_iter().filter(|&head| head <= back) {
-            // Blocks lie in the order of the flow, so one sweep finds the best way to each.
+            // Basic blocks are in order of control flow, so one pass finds the best path to each.
             let mut ways: BTreeMap<usize, ((i64, i64), Vec<usize>)> =
                 BTreeMap::from([(head, (worth(head), vec![head]))]);
             for i in head..back {
@@ -393,8 +393,8 @@ fn is_matrix(text: &str) -> bool {
     text.contains("mfma") || text.contains("wmma")
 }
 
-/// llvm-mca 22 never ends on some loops with V_PERMLANE32_SWAP_B32, its only vector instruction of two
-/// passes. Two moves have the same operands and the same cost.
+/// Replaces V_PERMLANE32_SWAP_B32, the only vector instruction of two passes, because llvm-mca 22 never ends on
+/// some loops with it. Two moves have the same operands and cost.
 fn without_swap(text: &str) -> Vec<String> {
     let operands = text.strip_prefix("v_permlane32_swap_b32_e32 ").and_then(|rest| rest.split_once(", "));
     match operands {

@@ -33,7 +33,7 @@ pub(crate) fn problem(given: &FmhaChooseProblem) -> Result<ChooseProblem, Proble
         .write_scores(flag("write_scores", given.write_scores)?))
 }
 
-/// Scores of the caller, beside which nothing of an indexer is there.
+/// Scores that the caller gives, in place of those of an indexer: the problem then has no field of an indexer.
 fn given_scores(given: &FmhaChooseProblem) -> Result<ScoreSource, ProblemError> {
     for (field, value) in [
         ("head_dim", given.head_dim),

@@ -1,4 +1,5 @@
-//! Scores and masks as code: texts are read once, at the plan; each run brings its captures.
+//! Scores and masks as code: a plan parses their texts once, and each run passes the tensors and numbers that they
+//! capture.
 
 use std::ffi::{CString, c_char};
 
@@ -41,7 +42,7 @@ impl PointedCode {
         Ok(Self { score, mask, captured })
     }
 
-    /// A problem with the functions and the extents of what they capture.
+    /// The problem with its score and mask functions added, and the extents of the tensors that they capture.
     pub(crate) fn forward(&self, problem: FwdProblem, is_backward: bool) -> Result<FwdProblem> {
         let mut tensors = vec![];
         for (name, given) in &self.captured {
@@ -93,7 +94,8 @@ impl PointedCode {
             .collect()
     }
 
-    /// Places of what a run brings, once the problem has its functions.
+    /// The position in the run's arguments of each captured tensor or number, in the order in which the problem's
+    /// functions read them.
     pub(crate) fn captures(&self, problem: &FwdProblem) -> Captures {
         let place = |wanted: &str| {
             self.captured
@@ -118,7 +120,7 @@ impl PointedCode {
         self.score.iter().chain(&self.mask)
     }
 
-    /// Whether the functions read a tensor by this name, which it is held to.
+    /// Whether the functions read a tensor by this name. The caller's declaration must then agree with theirs.
     fn is_tensor(&self, name: &str, given: &FmhaCaptured, is_backward: bool) -> Result<bool> {
         let mut captures = self.functions().flat_map(Function::captures);
         let Some(read) = captures.find(|capture| capture.name == name) else {
@@ -152,7 +154,7 @@ pub(crate) struct Captures {
     numbers: Vec<(usize, Type)>,
 }
 
-/// A name, and what the functions read by it.
+/// The name of a captured tensor or number, and what the functions read by that name.
 #[derive(Clone, Debug)]
 struct Planned {
     name: String,
@@ -194,7 +196,7 @@ fn refused<T>(text: String) -> Result<T> {
     Err(ProblemError::new("captured", text).into())
 }
 
-/// Arguments that a run captures, in the order of its problem.
+/// The tensors and numbers that a run captures, in the order in which its problem reads them.
 #[derive(Debug, Default)]
 pub(crate) struct CapturedArgs<'a> {
     given: &'a [FmhaCapturedArgs],

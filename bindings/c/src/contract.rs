@@ -1,5 +1,5 @@
-//! Every field of the contract's problems can be set from C: calls that differ in one thing each are read,
-//! and each field that the problems' own debug text names has more than one value among them.
+//! Every field of the contract's problems can be set from C. The test reads calls that differ in one setting each;
+//! every field in the problems' `Debug` text must have more than one value among these calls.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -16,17 +16,17 @@ use crate::{
     FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaQuantizeProblem, FmhaSecond, FmhaStrides,
 };
 
-/// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
+/// The fields of a value by their path, read from its `Debug` text, and the value of each.
 fn fields(debug: &str) -> Vec<(String, String)> {
     let (mut path, mut found) = (Vec::<String>::new(), Vec::new());
     for line in debug.lines().map(str::trim) {
-        // A function prints as its text between backquotes, whose colons separate captures and not fields.
+        // A function prints as its text between backquotes. Colons in that text do not end a field's name.
         let pair = if line.starts_with('`') { None } else { line.split_once(": ") };
         let (name, value) = pair.unwrap_or(("", line));
         if matches!(value, "}" | "}," | ")" | ")," | "]" | "],") {
             path.pop();
         } else if value.ends_with(['{', '(', '[']) {
-            // Another variant of an enum, such as a mask's shape, is another value of its field.
+            // If an enum field, such as a mask's shape, has another variant, the field has another value.
             found.push((path.join(".") + "." + name, value.to_owned()));
             path.push(name.to_owned());
         } else {
@@ -260,7 +260,7 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     block_scales().iter().for_each(|scales| add(&with!(plain(), block_scales = scales)));
     caches().iter().for_each(|cache| add(&with!(plain(), cache = cache)));
     lists().iter().for_each(|lists| add(&with!(plain(), lists = lists)));
-    // The call says whether its LSE has the sink, beside two caches.
+    // Beside two caches, the call itself says whether its LSE includes the sink.
     let of_second: Vec<_> = lists().iter().map(|lists| with!(*lists, lse_without_sink = 0)).collect();
     let intervals: Vec<_> = masks()
         .into_iter()
@@ -287,13 +287,13 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     }
     // The backward problem's forward part is read like any forward problem.
     seen.0.retain(|path, _| !path.starts_with("backward.fwd"));
-    // Keys that come while a call runs are fmha-dist's, whose C calls say whose they are.
+    // Keys that arrive while a call runs belong to fmha-dist, whose own C calls describe them.
     seen.0.retain(|path, _| !path.ends_with(".arrivals"));
-    // Entries of a list lie side by side, as the contract has it.
+    // The contract asks that entries of a list lie side by side in memory, so this stride is constant.
     seen.0.retain(|path, _| !path.ends_with("lists..strides.dim"));
-    // The second cache says it.
+    // The call has this flag, not the lists of its second cache.
     seen.0.retain(|path, _| !path.ends_with("second..lists..lse_without_sink"));
-    // Counts have no axis behind that of the blocks.
+    // Counts have no axis after that of the blocks, so this stride is constant.
     seen.0.retain(|path, _| !path.ends_with(".counts.dim"));
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");

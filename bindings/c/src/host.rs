@@ -37,7 +37,7 @@ pub(crate) enum AnyPass {
     Backward(BwdProblem),
 }
 
-/// A struct that another one points to, of the size that this library knows.
+/// The struct behind a pointer in another struct; its stated size must be the one that this library was built with.
 ///
 /// # Safety
 /// `at` is null or a struct of C, which begins with its size.
@@ -52,7 +52,7 @@ pub(crate) unsafe fn pointed<'a, T>(at: *const T) -> Result<Option<&'a T>> {
 }
 
 impl Given {
-    /// Reads a problem; `mask` is in place of its text, which is not read.
+    /// Reads a problem. `mask` is used as its mask; the mask text in `given` is not read.
     ///
     /// # Safety
     /// Host pointers of `given` are null or point to what `fmha.h` says.
@@ -163,7 +163,8 @@ fn backward(given: &FmhaProblem, gradients: &FmhaGradients, fwd: FwdProblem) -> 
     let dbias = if flag("write_dbias", gradients.write_dbias)? {
         let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
         let (bias, dbias) = (&given.bias, &gradients.dbias);
-        // A gradient of its own for each sequence or head would be written for the first alone.
+        // A gradient has one slice for all sequences or heads along an axis where the bias is broadcast: a gradient
+        // with a stride there would be written for the first alone.
         for (axis, extent, of_bias, of_dbias) in [
             ("batch_stride", given.batch, bias.batch_stride, dbias.batch_stride),
             ("head_stride", given.num_heads_q, bias.head_stride, dbias.head_stride),
@@ -302,7 +303,7 @@ fn part(part: &FmhaPart) -> Result<Part, ProblemError> {
     })
 }
 
-/// The rotary embedding: all of it, or nothing of it.
+/// The rotary embedding: all of its fields are set, or none of them.
 fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
     let interleaved = flag("rotary_interleaved", cache.rotary_interleaved)?;
     let max_pos = size("max_pos", cache.max_pos)?;
@@ -373,12 +374,12 @@ pub(crate) unsafe fn device(name: *const c_char) -> Result<Device> {
     .open()
 }
 
-/// Kernel, tile and promises that `FmhaOptions` asks for.
+/// The kernel, tile and guarantees that `FmhaOptions` asks for.
 #[derive(Debug, Default)]
 pub struct Choice {
     /// Kernel, tile and promises.
     pub plan: PlanOptions,
-    /// Whether each run brings its scratch.
+    /// Whether each run passes its own workspace; otherwise the plan owns one.
     pub caller_workspace: bool,
 }
 
@@ -406,7 +407,7 @@ impl Choice {
     }
 }
 
-/// Fields of a tile, as `block_m=128,stages=2` says them.
+/// Names and values of a tile's options, parsed from text such as `block_m=128,stages=2`.
 ///
 /// # Errors
 /// `tile` with the pair that is not of the form name=value.
@@ -465,7 +466,7 @@ pub(crate) fn layouts(given: &FmhaProblem) -> Result<(QLayout, KvLayout), Proble
     Ok((if packed_q { QLayout::Packed } else { QLayout::Batch }, kv))
 }
 
-/// Totals of a run: rows where the layout is packed, pages where it is paged.
+/// Totals of a run: rows of packed tensors, pages of paged ones.
 #[inline]
 pub(crate) fn totals(problem: &FwdProblem, args: &FmhaArgs) -> Result<Totals, ProblemError> {
     let packed_new = |append: &Append| append.layout == QLayout::Packed;

@@ -39,12 +39,12 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// Runs `body`; 0, or 1 with the error or panic kept for this thread.
+/// Runs `body`. Returns 0, or 1 after storing the error or panic as this thread's last error.
 fn guard(body: impl FnOnce() -> Result<()>) -> c_int {
     guard_text(|| body().map_err(|error| error.to_string()))
 }
 
-/// Runs `body` behind the guard of [`guard`], with errors that are texts already.
+/// Runs `body` as [`guard`] does, for a `body` whose errors are already texts.
 fn guard_text(body: impl FnOnce() -> Result<(), String>) -> c_int {
     let text = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return 0,
@@ -52,7 +52,7 @@ fn guard_text(body: impl FnOnce() -> Result<(), String>) -> c_int {
         Err(_) => "internal error: a panic was caught at the C boundary".to_owned(),
     };
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    // A thread that ends may have lost its text already, and calls on.
+    // While a thread ends, the storage of its last error may already be gone; a call then still returns.
     let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = text);
     1
 }
@@ -65,7 +65,7 @@ fn not_null<T>(field: &'static str, ptr: *const T) -> Result<()> {
     }
 }
 
-/// A plan of either sort, into `*plan`.
+/// Makes a plan, of attention or of a merge, and stores it in `*plan`.
 ///
 /// # Safety
 /// As `fmha_plan`; `make` may read what `problem` points to.
@@ -90,7 +90,7 @@ unsafe fn make_plan<P>(
     })
 }
 
-/// A run of a plan of either sort.
+/// Runs a plan, of attention or of a merge.
 ///
 /// # Safety
 /// As `fmha_run`; `run` may read and write what `args` points to.
@@ -394,7 +394,7 @@ pub unsafe extern "C" fn fmha_download(buffer: *const FmhaBuffer, to: *mut c_voi
     })
 }
 
-/// `bytes` of a copy, if the buffer has so many.
+/// The size of a copy of `bytes` bytes, if the buffer is at least that large.
 fn fitting(bytes: u64, memory: &DevBuffer) -> Result<usize> {
     let has = memory.bytes();
     let refused = || ProblemError::new("bytes", format!("bytes {bytes} is more than the buffer's {has}"));

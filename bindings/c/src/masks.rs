@@ -1,4 +1,4 @@
-//! Masks as data: which of them a call has is read at the plan, and their tensors with each run.
+//! Masks as data: a plan reads which masks a call has, and each run passes their tensors.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
@@ -90,7 +90,7 @@ fn axes(given: &FmhaStrides, heads: u32) -> MaskAxes {
 
 /// A mask object behind the C pointer.
 pub struct FmhaMaskObject {
-    /// Runs that queue their work read it, and a build writes it.
+    /// Runs lock the object for reading while they queue their work; a build locks it for writing.
     object: RwLock<MaskObject>,
 }
 
@@ -122,7 +122,7 @@ impl FmhaMaskObject {
     }
 }
 
-/// The mask object of a run, if it has one, while the run is queued.
+/// The mask object of a run, if the run has one, locked for reading while the run is queued.
 ///
 /// # Safety
 /// `built` is null or from `fmha_mask_object`, and lives.
@@ -140,7 +140,7 @@ pub(crate) unsafe fn built<'a>(
 }
 
 impl Memory {
-    /// The masks of a run: those of its object, if it has one, or else its tensors.
+    /// The masks of a run: those of its mask object if the run has one, else those in its argument tensors.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).

@@ -19,7 +19,7 @@ use crate::structs::{
 };
 use crate::{choose, quantize};
 
-/// Refuses arguments of which the problem is without `$what`.
+/// Returns an error if arguments are given for `$what`, which the problem does not have.
 macro_rules! absent {
     ($args:expr, $what:expr, $($field:ident),+) => {
         $($crate::plan::unwanted(stringify!($field), $args.$field, $what)?;)+
@@ -27,7 +27,7 @@ macro_rules! absent {
 }
 pub(crate) use absent;
 
-/// A chosen and loaded kernel with its scratch memory, of the device that it was planned on.
+/// A chosen and loaded kernel with its scratch memory, on the device for which it was planned.
 pub struct FmhaPlan {
     space: MemorySpace,
     planned: Box<Planned>,
@@ -37,13 +37,13 @@ pub struct FmhaPlan {
 
 /// Source of a run's scratch.
 enum Scratch {
-    /// Scratch that the plan owns; `None`: the plan needs none.
+    /// Scratch memory that the plan owns; `None` where the kernel needs none.
     Own(Option<DevBuffer>),
-    /// Scratch that each run brings, of so many bytes.
+    /// Each run passes scratch memory of this many bytes.
     Callers { bytes: u64 },
 }
 
-/// The plan, and the places of what a run captures.
+/// The plan, and the positions in a run's arguments of what its functions capture.
 enum Planned {
     Forward(FwdPlan, Captures),
     Backward(BwdPlan, Captures),
@@ -53,7 +53,7 @@ enum Planned {
 }
 
 impl FmhaPlan {
-    /// Plans a problem, for callers in Rust; `mask` is in place of its text, which is not read.
+    /// Plans a problem, for callers in Rust. `mask` is used as its mask; the mask text in `problem` is not read.
     ///
     /// # Errors
     /// The first field that is wrong, by its name, with its value, or why no kernel takes the problem.
@@ -83,8 +83,8 @@ impl FmhaPlan {
         Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
-    /// Refuses what [`Self::new`] refuses on every device, without one: for callers who know shapes before they know
-    /// memory.
+    /// Returns the errors that [`Self::new`] returns on every device, without opening a device: for callers who
+    /// know shapes before they have memory.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -162,7 +162,7 @@ impl FmhaPlan {
         Ok(Self { space, planned: Box::new(planned), scratch, text })
     }
 
-    /// Bytes that each run has to bring.
+    /// Bytes of scratch memory that each run must pass.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         match self.scratch {
@@ -171,7 +171,7 @@ impl FmhaPlan {
         }
     }
 
-    /// The scratch of a run: whether it is large enough is for the backend to say.
+    /// The scratch memory of a run. The backend checks whether it is large enough.
     ///
     /// # Safety
     /// As [`Self::run`].
@@ -250,7 +250,7 @@ impl FmhaPlan {
         // SAFETY: the caller keeps the contract of `forward`.
         let built = unsafe { masks::built(problem, given)? };
         let second;
-        // Field by field: to move all of the arguments once takes as long as to make them.
+        // The arguments are set field by field: moving the whole struct once would take as long as building it.
         let mut args = FwdArgs::new(q, k, v, o);
         let lse_bytes = extents.lse_elems * 4;
         // SAFETY: the caller keeps the contract of `forward`.
@@ -511,11 +511,11 @@ impl FmhaPlan {
     }
 }
 
-/// Address of a tensor without elements whose pointer is null: an aligned one, so that no kernel is refused
-/// by it.
+/// The address used for a tensor without elements whose pointer is null: an aligned one, so that no kernel refuses
+/// it for its alignment.
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
-/// The plan of a mask object that is of another pass.
+/// The error where `field` has a plan of a kind that does not go with it, as when a mask object is made of a merge.
 fn not_of(field: &'static str, planned: &Planned) -> Result<FmhaMaskObject> {
     let kind = match planned {
         Planned::Forward(..) => "forward",
@@ -654,7 +654,7 @@ impl Memory {
         totals: Totals,
     ) -> Result<SeqArgs<'a>, ProblemError> {
         let used = u64::from(problem.dims.batch) * 4;
-        // `totals` has read it: in range, and 0 where there are no pages.
+        // `totals` has already checked max_pages: it fits in 32 bits, and is 0 where there are no pages.
         let max_pages = given.max_pages as u32;
         let entries = u64::from(problem.dims.batch) * u64::from(max_pages);
         let layout = &problem.layout;

@@ -23,11 +23,12 @@ pub const FMHA_NCCL: i32 = 1;
 
 /// One run of rows for each rank, in the order of the ranks, lengths that differ by 1 at most.
 pub const FMHA_CONTIGUOUS: i32 = 0;
-/// Twice as many runs as ranks; rank r has the r-th and the r-th from the end: equal work under a causal mask.
+/// The rows are cut into twice as many runs as there are ranks. Rank r has the r-th run and the r-th from the end:
+/// equal work under a causal mask.
 pub const FMHA_ZIG_ZAG: i32 = 1;
 /// Every rank has all rows: the queries of a step of decoding.
 pub const FMHA_REPLICATED: i32 = 2;
-/// The runs that are given.
+/// Each rank has the runs of rows that the call lists.
 pub const FMHA_RUNS: i32 = 3;
 
 /// How a rank finds the others. Set everything to 0 first, then what is wanted.
@@ -83,9 +84,9 @@ pub struct FmhaRun {
 pub struct FmhaRanks {
     /// sizeof(FmhaRanks).
     pub struct_bytes: u64,
-    /// Rows of this rank's Q and O, as partition_q gives them.
+    /// Number of rows of this rank's Q and O, under the partition partition_q.
     pub own_rows_q: i64,
-    /// Rows of this rank's K and V, as partition_k gives them.
+    /// Number of rows of this rank's K and V, under the partition partition_k.
     pub own_rows_k: i64,
     /// Host memory: with FMHA_RUNS the runs of queries of each rank, ascending for a rank; else null.
     pub runs_q: *const FmhaRun,
@@ -97,7 +98,8 @@ pub struct FmhaRanks {
     pub num_runs_k: i64,
     /// Host memory: with packed_q the first row of each sequence of the whole, i32 [batch + 1]; else null.
     pub cu_seqlens_q: *const i32,
-    /// Host memory: with packed_k the same of K and V; else null.
+    /// Host memory: with packed_k the first row of K and V of each sequence of the whole, i32 [batch + 1]; else
+    /// null.
     pub cu_seqlens_k: *const i32,
     /// Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
     /// fastest.
@@ -116,14 +118,15 @@ pub struct FmhaGroup {
     group: Arc<dyn Group>,
 }
 
-/// A plan over ranks, on one of them.
+/// The plan of a call over ranks, as one rank holds it.
 pub struct FmhaDistPlan {
     ready: Mutex<Ready>,
     group: Arc<dyn Group>,
     device: Device,
-    /// Type of the gradients, and whether that of the sinks is wanted.
+    /// Type of the gradients, and whether the gradient of the sinks is wanted.
     gradients: Option<(DType, bool)>,
-    /// Problem of a device with this rank's queries alone. It gives the sizes of the score's operands.
+    /// The problem of one device that has only this rank's queries. The sizes of the score's operands are read from
+    /// it.
     own: FwdProblem,
     /// Bytes of Q, K, V and O here, of LSE, and of dQ, dK and dV.
     bytes: Sizes,
@@ -352,7 +355,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
             let local = Local::read(device, problem.as_ref(), ranks.as_ref(), options, &*group.group);
             if plan.is_null() { Err(refused("plan", null("plan"))) } else { local }
         };
-        // The other ranks wait for this one, so they get the error.
+        // The other ranks wait for this one, so an error here is sent to them.
         let told = |error: Error| {
             let error = fmha_dist::Error::of(group.group.rank(), &error);
             fmha_dist::refuse(&*group.group, error).to_string()

@@ -1,4 +1,4 @@
-//! A second cache: which it is is read at the plan, and its operands with each run.
+//! A second KV cache: a plan reads its description, and each run passes its tensors.
 
 use std::ptr::null;
 
@@ -10,7 +10,7 @@ use crate::masks;
 use crate::plan::{Memory, absent, unwanted};
 use crate::structs::{FmhaArgs, FmhaProblem, FmhaSecond, FmhaSecondArgs};
 
-/// The second cache of a problem, of which all but that is read.
+/// Reads the second KV cache of a problem whose other fields are already read.
 ///
 /// # Safety
 /// Host pointers of `second` are null or point to what `fmha.h` says.
@@ -45,7 +45,7 @@ pub(crate) unsafe fn read(
     Ok(cache.lists(lists).intervals(masks.intervals))
 }
 
-/// An error of the second cache, which says so.
+/// Marks an error as one of the second cache: the error's field is `second`, and its text starts with "second.".
 pub(crate) fn named(error: Error) -> Error {
     match error {
         Error::Problem(error) => ProblemError::new("second", format!("second.{}", error.text)).into(),

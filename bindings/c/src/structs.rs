@@ -29,12 +29,14 @@ pub const FMHA_EXACT: i32 = 1;
 
 /// Partial results are weighted by their LSE: the default.
 pub const FMHA_BY_LSE: i32 = 0;
-/// Partial results are added as they are, in f32 and in their order, and rounded once: gradients of parts.
+/// Partial results are added without weights, in f32 and in their order, and the sum is rounded once: for partial
+/// gradients.
 pub const FMHA_SUM: i32 = 1;
-/// Adds to what O holds, as the first term.
+/// As FMHA_SUM, with the values that O already holds as the first term.
 pub const FMHA_ADD_TO: i32 = 2;
 
-/// Keys up to a query's own position are candidates, where the last query stands on the last key: the default.
+/// Keys up to a query's own position are candidates, with the last query at the position of the last key: the
+/// default.
 pub const FMHA_CAUSAL_KEYS: i32 = 0;
 /// All keys are candidates.
 pub const FMHA_ALL_KEYS: i32 = 1;
@@ -105,10 +107,10 @@ pub struct FmhaGradients {
     pub dq: FmhaStrides,
     /// Gradient of K, shape of K.
     pub dk: FmhaStrides,
-    /// Gradient of V, shape of V, row-major whatever V's layout.
+    /// Gradient of V, in the shape of V; row-major, whatever the layout of V.
     pub dv: FmhaStrides,
-    /// Gradient of the bias, of its shape, and summed over the axes along which the bias has stride 0, of which
-    /// this has stride 0 too.
+    /// Gradient of the bias, in its shape. It is summed over the axes along which the bias has stride 0; its own
+    /// stride is 0 there too.
     pub dbias: FmhaStrides,
     /// Type of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_grad: i32,
@@ -134,7 +136,7 @@ pub struct FmhaCache {
     /// New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
     /// the longest; 0: none.
     pub seqlen_new: i64,
-    /// Rows of rotary_cos and rotary_sin; 0: nothing turns.
+    /// Rows of rotary_cos and rotary_sin; 0: no rotary embedding.
     pub max_pos: i64,
     /// New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
     pub k_new: FmhaStrides,
@@ -142,15 +144,16 @@ pub struct FmhaCache {
     pub v_new: FmhaStrides,
     /// 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
     pub packed_new: i32,
-    /// 1: a tree mask in place of the mask "b"; else 0.
+    /// 1: a tree mask is used in place of the mask "b"; else 0.
     pub tree_mask: i32,
-    /// Leading elements of Q's and k_new's rows that turn: even, at most head_dim_qk; 0: none.
+    /// Number of leading elements of each row of Q and k_new that are rotated: even, at most head_dim_qk; 0: none.
     pub rotary_dim: i32,
-    /// 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
+    /// 1: elements 2i and 2i + 1 are rotated as a pair; 0: elements i and i + rotary_dim / 2.
     pub rotary_interleaved: i32,
     /// Type of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
     pub dtype_rotary: i32,
-    /// FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
+    /// FP8 type in which K and V are stored while Q has a 16-bit type: FMHA_E4M3FN, ...; 0: K and V have the types
+    /// dtype_qk and dtype_v.
     pub dtype_cache: i32,
     /// 1: V is the first head_dim_v elements of K's rows, and has no address of its own; else 0.
     pub v_in_k: i32,
@@ -175,7 +178,7 @@ pub struct FmhaPart {
     /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
     /// whole ends where the part does.
     pub seqlen_q: i64,
-    /// Keys of each whole sequence, as seqlen_q has its queries.
+    /// Number of keys of each whole sequence, as seqlen_q is that of its queries.
     pub seqlen_k: i64,
     /// Index of the first sequence, for dropout.
     pub batch: i64,
@@ -202,11 +205,12 @@ pub struct FmhaLists {
     pub head_stride: i64,
     /// FMHA_LENGTH_WHOLE, FMHA_LENGTH_PER_SEQUENCE or FMHA_LENGTH_PER_TOKEN.
     pub length: i32,
-    /// 1: entries are addresses page * page_size + offset of K's and V's pages, and there is no block_table; else 0.
+    /// 1: list entries are addresses page * page_size + offset in the pages of K and V, and there is no
+    /// block_table; else 0.
     pub addresses: i32,
     /// Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
     pub block: i32,
-    /// 1: LSE is that of the keys alone, beside a sink; else 0.
+    /// 1: LSE is over the keys alone and excludes the sink; else 0.
     pub lse_without_sink: i32,
 }
 
@@ -220,7 +224,7 @@ pub const FMHA_MAX_RANK: usize = 5;
 pub struct FmhaCaptured {
     /// Host memory: the name in the texts.
     pub name: *const c_char,
-    /// A tensor's extents, of which the first num_dims count: 1 or more each.
+    /// Extents of a tensor: the first num_dims of them are used, each 1 or more.
     pub shape: [i64; FMHA_MAX_RANK],
     /// Elements from an index of an axis to the next: 0 or more each.
     pub strides: [i64; FMHA_MAX_RANK],
@@ -243,11 +247,14 @@ pub struct FmhaCaptured {
 pub struct FmhaCode {
     /// sizeof(FmhaCode).
     pub struct_bytes: u64,
-    /// Host memory: what a scaled score becomes, before soft-cap and bias: "s + 0.5 * (k - q)"; null: itself.
+    /// Host memory: an expression that replaces the scaled score, before soft-cap and bias: "s + 0.5 * (k - q)";
+    /// null: the score is unchanged.
     pub score: *const c_char,
-    /// Host memory: which pairs are seen, besides what FmhaProblem.mask hides: "k <= q or k < 4"; null: all.
+    /// Host memory: a condition for which (query, key) pairs are visible, besides what FmhaProblem.mask hides: "k
+    /// <= q or k < 4"; null: all.
     pub mask: *const c_char,
-    /// Host memory: num_captured of them, each once; null of none. A name that no text reads is refused.
+    /// Host memory: num_captured tensors or numbers, each name once; null where there are none. A name that no text
+    /// reads is refused.
     pub captured: *const FmhaCaptured,
     /// How many.
     pub num_captured: i64,
@@ -274,9 +281,9 @@ pub struct FmhaMasks {
     /// Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
     /// from index to index. Those past the count are not read.
     pub kv_indices: FmhaStrides,
-    /// Counts of the list whose blocks are seen as a whole, within lengths and FmhaProblem.mask.
+    /// Counts of the list of blocks of which every key is visible, within lengths and FmhaProblem.mask.
     pub full_kv_num_blocks: FmhaStrides,
-    /// Indices of that list, [.., full_max_blocks].
+    /// Indices of the list of full blocks, [.., full_max_blocks].
     pub full_kv_indices: FmhaStrides,
     /// Endpoints of a query, an even number; 0: no intervals.
     pub endpoints: i64,
@@ -331,21 +338,22 @@ pub struct FmhaSecond {
     pub struct_bytes: u64,
     /// Keys of a sequence; packed or paged: of the longest.
     pub seqlen_k: i64,
-    /// Rows of a page; 0: its K and V are not paged.
+    /// Rows of a page; 0: K and V of the second cache are not paged.
     pub page_size: i64,
     /// K of the second cache, shaped as FmhaProblem.k.
     pub k: FmhaStrides,
     /// V of the second cache, shaped as FmhaProblem.v; not read with v_in_k.
     pub v: FmhaStrides,
-    /// Null: no lists of its keys. lse_without_sink is 0.
+    /// Lists of keys of the second cache, with lse_without_sink 0; null: no lists.
     pub lists: *const FmhaLists,
-    /// Intervals of its keys, and no other mask as data; null: none.
+    /// Masks of the second cache, of which intervals alone may be set; null: none.
     pub masks: *const FmhaMasks,
-    /// 1: its K and V are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else 0.
+    /// 1: K and V of the second cache are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else
+    /// 0.
     pub packed_k: i32,
-    /// 1: FmhaSecondArgs.seqused_k says how many of its keys are in use; 0: all.
+    /// 1: FmhaSecondArgs.seqused_k says how many keys of the second cache are in use for each sequence; 0: all.
     pub seqused_k: i32,
-    /// 1: LSE is that of the keys alone, beside a sink; else 0.
+    /// 1: LSE is over the keys alone and excludes the sink; else 0.
     pub lse_without_sink: i32,
     /// 0.
     pub reserved: i32,
@@ -356,7 +364,7 @@ pub struct FmhaSecond {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaProblem {
-    /// sizeof(FmhaProblem): a library of another version refuses the problem.
+    /// sizeof(FmhaProblem). A library that was built with another size of this struct refuses the problem.
     pub struct_bytes: u64,
     /// Sequences.
     pub batch: i64,
@@ -396,13 +404,13 @@ pub struct FmhaProblem {
     pub softcap: *const f32,
     /// Null: forward; else backward.
     pub gradients: *const FmhaGradients,
-    /// Null: the cache is read, and nothing else happens to it.
+    /// How the call updates and reads its KV cache; null: it only reads K and V.
     pub cache: *const FmhaCache,
     /// Null: the call is whole.
     pub part: *const FmhaPart,
     /// Null: no score and no mask as code.
     pub code: *const FmhaCode,
-    /// Null: every query sees the keys of its sequence that the mask shows.
+    /// Lists of keys; null: every query sees the keys of its sequence that the mask leaves visible.
     pub lists: *const FmhaLists,
     /// Null: no mask as data.
     pub masks: *const FmhaMasks,
@@ -414,7 +422,7 @@ pub struct FmhaProblem {
     pub p_drop: f32,
     /// Type of Q and K: FMHA_F16, ...
     pub dtype_qk: i32,
-    /// Type of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
+    /// Type of V: that of Q and K; with FP8 Q and K also FMHA_F16 or FMHA_BF16.
     pub dtype_v: i32,
     /// Type of O.
     pub dtype_o: i32,
@@ -442,7 +450,7 @@ pub struct FmhaProblem {
     pub descale_v: i32,
     /// 1: FP8 O is multiplied by scale_o before it is rounded; else 0.
     pub scale_o: i32,
-    /// 1: LSE is written; else 0. Backward reads LSE whatever this says.
+    /// 1: LSE is written; else 0. Backward reads LSE in both cases.
     pub write_lse: i32,
     /// 1: the keep mask of dropout is written; else 0.
     pub write_keep_mask: i32,
@@ -462,7 +470,8 @@ pub struct FmhaProblem {
 pub struct FmhaCapturedArgs {
     /// A tensor's first element; null: a number.
     pub data: *const c_void,
-    /// Written: the gradient, dense, of the tensor's shape, 0 where no score read it; null without write_grad.
+    /// Written: the dense gradient, in the tensor's shape, 0 at elements that no score read; null without
+    /// write_grad.
     pub grad: *mut c_void,
     /// The number that the text declares an int.
     pub integer: i64,
@@ -478,27 +487,27 @@ pub struct FmhaCapturedArgs {
 pub struct FmhaSecondArgs {
     /// sizeof(FmhaSecondArgs).
     pub struct_bytes: u64,
-    /// Read: its K.
+    /// Read: K of the second cache.
     pub k: *const c_void,
-    /// Read: its V. Null with v_in_k.
+    /// Read: V of the second cache. Null with v_in_k.
     pub v: *const c_void,
     /// Read: i32 [batch + 1], first row of each sequence of packed K and V.
     pub cu_seqlens_k: *const i32,
-    /// Read: i32 [batch], its keys in use of each sequence.
+    /// Read: i32 [batch], number of keys of the second cache in use for each sequence.
     pub seqused_k: *const i32,
     /// Read: paged: i32 [batch, max_pages], the pages of each sequence.
     pub block_table: *const i32,
-    /// Read: lists of its keys, as FmhaArgs.indices.
+    /// Read: lists of keys of the second cache, in the form of FmhaArgs.indices.
     pub indices: *const i32,
     /// Read: entries in use of each list.
     pub topk_length: *const i32,
-    /// Read: endpoints of its intervals, i32.
+    /// Read: endpoints of the intervals of keys of the second cache, i32.
     pub intervals: *const i32,
-    /// Packed: rows of its K and V, all sequences together; else 0.
+    /// Packed: rows of K and V of the second cache, all sequences together; else 0.
     pub total_k: i64,
-    /// Paged: pages of its K and V, used or not; else 0.
+    /// Paged: number of pages of K and V of the second cache, used or not; else 0.
     pub num_pages: i64,
-    /// Paged: entries of a row of its block_table, times page_size at least seqlen_k; else 0.
+    /// Paged: entries of a row of the second cache's block_table, times page_size at least seqlen_k; else 0.
     pub max_pages: i64,
 }
 
@@ -508,7 +517,7 @@ pub struct FmhaSecondArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaArgs {
-    /// sizeof(FmhaArgs): a library of another version refuses the run.
+    /// sizeof(FmhaArgs). A library that was built with another size of this struct refuses the run.
     pub struct_bytes: u64,
     /// CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
     pub stream: *mut c_void,
@@ -524,7 +533,8 @@ pub struct FmhaArgs {
     pub bias: *const c_void,
     /// Written: LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]. Backward reads it.
     pub lse: *mut f32,
-    /// Written: the dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes. Backward leaves it alone.
+    /// Written: the dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes. Backward neither reads nor
+    /// writes it.
     pub keep_mask: *mut u8,
     /// Written: each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
     /// that are seen, without the sink; -inf for a row that sees none.
@@ -554,7 +564,7 @@ pub struct FmhaArgs {
     pub descale_k: *const f32,
     /// Read: FP8 V's factor, as descale_q.
     pub descale_v: *const f32,
-    /// Read: factor of FP8 O, f32 [1]. Backward leaves it alone.
+    /// Read: the factor by which FP8 O is multiplied, f32 [1]. Backward does not read it.
     pub scale_o: *const f32,
     /// Read: gradient of O.
     pub dout: *const c_void,
@@ -586,7 +596,7 @@ pub struct FmhaArgs {
     /// Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the
     /// sequence. Absent: an entry below 0, or at or past seqlen_k.
     pub indices: *const i32,
-    /// Read: entries in use of each list, those past them never read.
+    /// Read: number of entries in use of each list; entries past them are never read.
     pub topk_length: *const i32,
     /// Read: endpoints of the intervals, i32.
     pub intervals: *const i32,
@@ -594,11 +604,11 @@ pub struct FmhaArgs {
     pub mask_bits: *const u32,
     /// Read: counts of the blocks that other masks cut.
     pub kv_num_blocks: *const i32,
-    /// Read: indices of those blocks.
+    /// Read: indices of the blocks that kv_num_blocks counts.
     pub kv_indices: *const i32,
     /// Read: counts of the blocks that are seen as a whole.
     pub full_kv_num_blocks: *const i32,
-    /// Read: indices of those blocks.
+    /// Read: indices of the blocks that full_kv_num_blocks counts.
     pub full_kv_indices: *const i32,
     /// From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
     /// here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.
@@ -630,7 +640,7 @@ pub struct FmhaArgs {
     pub workspace_bytes: u64,
     /// Key of the dropout generator, where dropout_seeded is 1.
     pub dropout_seed: u64,
-    /// Last word of its counter.
+    /// Last 64-bit word of the counter of the dropout generator.
     pub dropout_offset: u64,
     /// 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
     /// has it; else 0.
@@ -658,7 +668,7 @@ pub struct FmhaCombineProblem {
     pub head_dim_v: i64,
     /// O of every part [batch, seqlen_q, num_heads_q, head_dim_v].
     pub part: FmhaStrides,
-    /// The combined O, of the same shape.
+    /// The combined O, in the shape of each part.
     pub o: FmhaStrides,
     /// Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_part: i32,
@@ -666,7 +676,7 @@ pub struct FmhaCombineProblem {
     pub dtype_o: i32,
     /// Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
     pub merge: i32,
-    /// 1: the combined LSE is written; else 0, as where parts are added.
+    /// 1: the combined LSE is written; else 0, which it must be where parts are added.
     pub write_lse: i32,
 }
 
@@ -740,13 +750,13 @@ pub struct FmhaChooseProblem {
     pub selected: i64,
     /// Blocks that may be chosen by sums.
     pub num_blocks: i64,
-    /// Candidates of a row that are in whatever they score: the first so many blocks.
+    /// Number of first blocks that are always chosen, whatever their scores.
     pub first_blocks: i64,
-    /// Candidates of a row that are in whatever they score: the last so many blocks.
+    /// Number of last blocks that are always chosen, whatever their scores.
     pub last_blocks: i64,
     /// Type of q: FMHA_F32, ...; 0 where scores are given.
     pub dtype_q: i32,
-    /// Type of k, likewise.
+    /// Type of k: FMHA_F32, ...; 0 where scores are given.
     pub dtype_k: i32,
     /// FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
     pub candidates: i32,
@@ -754,7 +764,7 @@ pub struct FmhaChooseProblem {
     pub k_scale: i32,
     /// 1: seqused_k says how many keys of each sequence are in use; 0: all.
     pub seqused_k: i32,
-    /// 1: the scores that are chosen among are written; else 0.
+    /// 1: the scores among which the greatest are chosen are written; else 0.
     pub write_scores: i32,
 }
 
@@ -874,9 +884,9 @@ pub struct FmhaOptions {
     pub allow_fallback: i32,
     /// FMHA_FAST or FMHA_EXACT.
     pub accuracy: i32,
-    /// 1: the same bits every run, or a refusal. Forward and combine always keep it.
+    /// 1: every run gives the same bits, or the plan is refused. Forward and combine always do.
     pub deterministic: i32,
-    /// 1: a sequence's bits depend on its own lengths and contents alone, or a refusal.
+    /// 1: the bits of a sequence's results depend on its own lengths and contents alone, or the plan is refused.
     pub batch_invariant: i32,
     /// 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
     /// their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
@@ -884,8 +894,8 @@ pub struct FmhaOptions {
     /// 1: the plan allocates no scratch, and each run brings its own in FmhaArgs.workspace; runs of one plan may then
     /// overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
     pub caller_workspace: i32,
-    /// 1: a query row's bits depend on that row and the keys that it sees alone, in training, prefill and decoding, or
-    /// a refusal.
+    /// 1: the bits of a query row's results depend on that row and the keys that it sees alone, in training,
+    /// prefill and decoding, or the plan is refused.
     pub row_invariant: i32,
     /// 0.
     pub reserved: i32,

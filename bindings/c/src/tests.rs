@@ -1,4 +1,4 @@
-//! Laws of the C ABI, on the CPU's backend; `tests/every_field.c` meets it as C does.
+//! Tests of the C ABI from Rust, on the CPU backend; `tests/every_field.c` calls it from C.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -17,7 +17,7 @@ use crate::{
     fmha_last_error, fmha_mask_object, fmha_plan, fmha_run, guard,
 };
 
-/// A struct with everything 0 but its size, as `fmha.h` asks its caller to begin.
+/// A struct with everything 0 but its size, as `fmha.h` tells callers to start.
 macro_rules! new {
     ($kind:ident) => {{
         // SAFETY: numbers and pointers, of which all bits may be 0.
@@ -141,7 +141,7 @@ fn a_packed_call_is_the_batch_call_of_equal_lengths() {
     run_on_cpu(&call(&q, &k, &v, &mut batched, 2, &[]));
     run_on_cpu(&call(&q, &k, &v, &mut packed, 2, &[0, ROWS as i32, 2 * ROWS as i32]));
     assert_eq!(batched, packed);
-    // Causal: the first query of each sequence sees its own key alone.
+    // Under the causal mask the first query of each sequence sees one key, its own.
     for row in [0, ROWS] {
         let row = row * HEADS * DIM..(row + 1) * HEADS * DIM;
         assert_eq!(batched[row.clone()], v[row]);
@@ -411,7 +411,7 @@ fn small_outputs_are_of_the_scores_that_a_query_sees() {
     run_on_cpu(&call);
     for (head, &greatest) in head_max.iter().enumerate() {
         let rows = head * ROWS..(head + 1) * ROWS;
-        // Causal: the first query sees one key, whose score is its LSE.
+        // Under the causal mask the first query sees one key, so its LSE is the score of that key.
         assert!((row_max[rows.start] - lse[rows.start]).abs() < 1e-5);
         assert_eq!(row_max[rows.clone()].iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b)), greatest);
         assert!((key_sum[rows].iter().sum::<f32>() - ROWS as f32).abs() < 1e-4);
@@ -648,7 +648,7 @@ fn a_tree_that_is_a_chain_is_the_causal_mask_and_a_turn_by_nothing_changes_nothi
     assert_eq!(causal, tree);
 }
 
-/// Rows of 656 bytes whose values are 1, of which two are listed: O is 1.
+/// Cache rows of 656 bytes whose values are 1; lists name two of them, and O is 1.
 #[test]
 fn rows_of_bytes_are_read_where_they_lie() {
     const BYTES: usize = 656;
@@ -750,7 +750,7 @@ fn a_wrong_cache_is_refused_by_field_and_number() {
         let text = refused(&with!(base, p.cache = &raw const cache));
         assert!(text.contains(wanted) && text.contains(number), "{wanted} {number}: {text}");
     }
-    // A tree stands in for the causal mask alone.
+    // A tree mask can replace the causal mask and no other.
     let tree = with!(none, tree_mask = 1);
     let text = refused(&with!(base, p.cache = &raw const tree, p.mask = c"0".as_ptr()));
     assert!(text.contains("tree_mask"), "{text}");
@@ -855,7 +855,7 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
         let wanted = plan.workspace_bytes();
         assert_eq!(wanted > 0, caller_workspace);
         let scratch = memory.alloc(wanted.max(1)).unwrap();
-        // Memory is the emulated device's, as large as the problem says; what is too small is refused.
+        // The memory is that of the emulated device, as large as the problem says; smaller memory is refused.
         let with = |workspace: *mut u8, bytes| {
             run(&plan, &with!(call, a.workspace = workspace.cast(), a.workspace_bytes = bytes))
         };
@@ -887,8 +887,8 @@ struct Fault {
     value: u64,
 }
 
-/// Words of numbers of a struct between whose numbers pointers lie; a random pointer is the caller's breach of its
-/// promise.
+/// The 8-byte words of a struct that are numbers, without those at `pointers`: a random pointer would break the
+/// caller's promise that pointers are valid.
 fn words<T>(pointers: std::ops::RangeInclusive<usize>) -> Vec<usize> {
     (0..size_of::<T>() / 8).filter(|word| !pointers.contains(&(word * 8))).collect()
 }
@@ -933,11 +933,11 @@ fn spoiled<T: Copy>(good: T, list: &[Fault]) -> T {
 }
 
 fn cases() -> u32 {
-    // Cases, not seconds: under an interpreter a case takes a thousand times as long.
+    // The number of cases is fixed under Miri, not a time limit: there a case takes a thousand times as long.
     if cfg!(miri) { 20 } else { fuzz_cases(2000) }
 }
 
-/// Number of fuzz cases: a second runs some `per_second` of them.
+/// Number of fuzz cases: `per_second` for each second that the environment variable of fuzzing time states.
 fn fuzz_cases(per_second: u32) -> u32 {
     let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds = seconds.map_or(1, |seconds| seconds.parse::<u32>().unwrap());
@@ -952,7 +952,7 @@ fn names_a_value(text: &str) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever numbers the arguments have, a run is refused or is the planned one, and writes O alone.
+    /// Runs get arguments with random numbers: each run is refused or is the planned one, and writes O alone.
     #[test]
     fn arguments_of_any_numbers_are_refused_or_change_nothing(list in faults_of_args()) {
         let q = numbers(1, ROWS);
@@ -973,7 +973,8 @@ proptest! {
         prop_assert!(memory[..q.len()].iter().chain(&memory[2 * q.len()..]).all(|&bits| bits == 0x7e01));
     }
 
-    /// A plan of any numbers is made or refused with a number; nothing panics, nothing is allocated by it.
+    /// Plans get problems with random numbers: each is made or refused with an error; no call panics, and none
+    /// allocates memory by these numbers.
     #[test]
     fn a_plan_of_any_numbers_is_made_or_refused(list in faults_of_problems()) {
         let bad = spoiled(call(&[], &[], &[], &mut [], 1, &[]).p, &list);
@@ -1054,7 +1055,7 @@ fn gradients_and_bias_of_no_queries_may_be_null_and_the_gradients_of_keys_are_ze
     assert!(text.contains("dtype_bias 6 goes with bias_kind 1"), "{text}");
 }
 
-/// Without a sequence nothing is launched, sums over the sequences are 0, and null stands for what has no elements.
+/// With a batch of 0 nothing is launched, sums over the sequences are 0, and tensors without elements may be null.
 #[test]
 fn a_batch_of_0_gives_empty_outputs_and_sums_of_0() {
     let sink = [1f32; HEADS];
@@ -1202,7 +1203,7 @@ fn gradients_take_lse_when_there_are_rows() {
     let refused = run(&plan(&forward).unwrap(), &backward).unwrap_err();
     assert!(refused.contains("dout is given, but the problem is without gradients"), "{refused}");
     let empty = with!(backward, a.total_q = 0, a.cu_seqlens_q = none.as_ptr(), a.lse = null_mut());
-    // Backward reads LSE whether forward was to write it or not.
+    // Backward reads LSE whether or not the problem asks forward to write it.
     for write_lse in [0, 1] {
         let plan = plan(&with!(backward, p.write_lse = write_lse)).unwrap();
         run(&plan, &empty).unwrap();

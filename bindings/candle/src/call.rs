@@ -1,4 +1,5 @@
-//! One call: candle's layouts become a problem, a plan is made and run, forward and, as candle asks for it, backward.
+//! One call: converts candle's layouts to a problem, makes a plan and runs it, forward, and backward when candle
+//! asks for gradients.
 
 use std::sync::{Arc, OnceLock};
 
@@ -15,7 +16,7 @@ use crate::masks;
 use crate::memory::{Input, Output, Place, Stored, Written, extent};
 use crate::{Options, Outputs, Sequences, Small};
 
-/// Tables of packed sequences, contiguous, as the kernels read them.
+/// Index tables of packed sequences, contiguous as the kernels require.
 #[derive(Clone)]
 pub(crate) struct Packed {
     cu_seqlens_q: Tensor,
@@ -48,13 +49,14 @@ fn table(field: &'static str, tensor: &Tensor, axes: usize) -> Result<Tensor> {
     tensor.detach().contiguous()
 }
 
-/// Each sequence's number of keys, where `ends` says where they begin and end.
+/// The number of keys of each sequence; `ends` has the first key of each and the end of the last.
 fn lengths(ends: &Tensor, batch: usize) -> Result<Tensor> {
     if !ends.device().is_cpu() {
         // The differences are computed on the device, so that the host waits for nothing.
         return ends.narrow(0, 1, batch)? - ends.narrow(0, 0, batch)?;
     }
-    // Ends that decrease are refused with the call: their difference is no number that `-` of candle's has to give.
+    // Ends that decrease are refused when the call is planned; here candle's `-` on unsigned integers could fail on
+    // them.
     let ends = match ends.dtype() {
         DType::U32 => ends.to_vec1::<u32>()?.into_iter().map(u32::cast_signed).collect(),
         _ => ends.to_vec1::<i32>()?,
@@ -88,7 +90,7 @@ impl Packed {
     }
 }
 
-/// The custom op: what is asked for, and LSE once the forward has run.
+/// The custom op: the options of the call, and LSE once the forward pass has run.
 #[derive(Clone)]
 pub(crate) struct Attend {
     options: Options,
@@ -97,11 +99,11 @@ pub(crate) struct Attend {
     beside: Arc<OnceLock<Beside>>,
 }
 
-/// Results of a forward besides O, of which candle has no gradient.
+/// Results of the forward pass besides O. Candle has no gradient of these.
 #[derive(Clone)]
 struct Beside {
     lse: Tensor,
-    /// Row maxima, maxima of heads and sums of keys, where they are wanted.
+    /// Row maxima, maxima of heads and sums of keys; `None` for those that are not wanted.
     small: [Option<Tensor>; 3],
 }
 
@@ -251,7 +253,7 @@ impl Attend {
             .write_lse(true))
     }
 
-    /// A problem with the options' functions and the extents of what they capture.
+    /// The problem with the options' score and mask functions and the extents of the tensors that they capture.
     fn coded(&self, problem: FwdProblem) -> Result<FwdProblem> {
         let Options { score_code, mask_code, captured, numbers, .. } = &self.options;
         let mut tensors = Vec::with_capacity(captured.len());
@@ -283,7 +285,7 @@ impl Attend {
         Ok(problem)
     }
 
-    /// The numbers of a call, in the order of its problem.
+    /// The numbers that a call captures, in the order in which its problem reads them.
     fn numbers(&self, problem: &FwdProblem) -> Vec<Number> {
         let of = |name: &str| self.options.numbers.iter().find(|(known, _)| known == name).map(|(_, n)| *n);
         problem.code.numbers().into_iter().filter_map(|(name, _)| of(name)).collect()
@@ -295,11 +297,11 @@ impl Attend {
             .deterministic(self.options.deterministic)
             .batch_invariant(self.options.batch_invariant)
             .row_invariant(self.options.row_invariant)
-            // On the CPU it costs nothing, and an offset that decreases is an error.
+            // On the CPU this check costs nothing; an offset that decreases is then an error.
             .check_lengths(place.is_cpu() && self.packed.is_some())
     }
 
-    /// O, and what is written beside it.
+    /// Runs the forward pass: returns O and the other outputs.
     fn forward(
         &self,
         q: &Input<'_>,
@@ -319,7 +321,7 @@ impl Attend {
         };
         let problem = problem.validate().map_err(Error::wrap)?;
         let plan = place.device.plan_fwd(&problem, &self.plan_options(place)).map_err(Error::wrap)?;
-        // Rows of no sequence are nobody's to write.
+        // No kernel writes rows that belong to no sequence.
         let whole = self.packed.is_none();
         let mut o = place.memory(shape_o, q.dtype, whole)?;
         let heads = problem.dims.num_heads_q as usize;
@@ -329,7 +331,7 @@ impl Attend {
         };
         let mut small = [
             wanted(row_max, shape_lse.clone(), whole)?,
-            // Without a sequence it is not written.
+            // Without a sequence this output is not written.
             wanted(head_max, vec![heads], problem.dims.batch > 0)?,
             wanted(key_sum, of_keys, true)?,
         ];
@@ -426,7 +428,7 @@ impl Attend {
     }
 }
 
-/// Type of a captured tensor's elements as a function reads them; `None`: functions do not read this type.
+/// Type of a captured tensor's elements, as a function reads them; `None` for types that functions cannot read.
 fn stored_as(dtype: DType) -> Option<FunctionType> {
     Some(match dtype {
         DType::F32 => FunctionType::F32,
@@ -487,7 +489,7 @@ impl<'a> Held<'a> {
     }
 }
 
-/// The tables and slopes of a call as it takes them.
+/// The index tables and ALiBi slopes of a call, in the form that the call takes.
 struct Tables<'a> {
     inputs: Vec<Input<'a>>,
     captured: Vec<DevSlice<'a>>,

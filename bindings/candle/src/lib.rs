@@ -64,29 +64,30 @@ pub struct Options {
     pub alibi_slopes: Option<Tensor>,
     /// Probability that a P is dropped.
     pub p_drop: f32,
-    /// Which P are dropped, the same on every device: named where `p_drop` is above 0.
+    /// Seed of the dropout mask. The same seed drops the same P on every device. Required where `p_drop` is above
+    /// 0.
     pub seed: Option<u64>,
     /// Function that modifies a scaled score, before soft-cap and slopes; gradients of Q, K and V go through
     /// it.
     pub score_code: Option<Function>,
-    /// Which pairs are seen, besides what the window hides; rows and keys count from 0, and no diagonal is added.
+    /// Condition for which (query, key) pairs are visible, besides what the window hides. Rows and keys count from
+    /// 0; no diagonal offset is added.
     pub mask_code: Option<Function>,
-    /// The tensors that both read by name: f32, f16, bf16, i32, i64, or u8 for a bool. They get no gradient, and a
-    /// tensor
-    /// that candle tracks is refused: `detach` it.
+    /// The tensors that `score_code` and `mask_code` read by name: f32, f16, bf16, i32, i64, or u8 for a bool. They
+    /// get no gradient, and a tensor that candle tracks is refused: `detach` it.
     pub captured: Vec<(String, Tensor)>,
-    /// The numbers that both read by name.
+    /// The numbers that `score_code` and `mask_code` read by name.
     pub numbers: Vec<(String, Number)>,
     /// Masks as data, besides window and function.
     pub masks: Masks,
-    /// Gradients with the same bits on every run.
+    /// Whether gradients have the same bits on every run.
     pub deterministic: bool,
-    /// The bits of a sequence do not depend on the batch around it.
+    /// Whether the bits of a sequence's results must not depend on the other sequences of the batch.
     pub batch_invariant: bool,
-    /// The bits of a query row depend on that row and the keys that it sees alone.
+    /// Whether the bits of a query row's results must depend on that row and the keys that it sees alone.
     pub row_invariant: bool,
-    /// Whether the fallback kernel, which is right and slow, may serve where no fast one takes the call: not unless it
-    /// is asked for. On a GPU f32 needs it.
+    /// Whether the fallback kernel, which is correct but slow, may serve calls that no fast kernel takes; by
+    /// default not. On a GPU f32 needs it.
     pub allow_fallback: bool,
 }
 
@@ -113,7 +114,8 @@ impl Default for Options {
     }
 }
 
-/// Masks as data: a key has to be seen by each that is there, on the device of Q. Another mask compiles nothing.
+/// Masks as data, on the device of Q. A key is visible if every given mask lets it be seen. A mask with other
+/// contents needs no new kernel.
 #[derive(Clone, Debug, Default)]
 pub struct Masks {
     /// Endpoints, i32 `[batch or 1, heads, 2 n, seqlen_q]`, packed `[heads, 2 n, total_q]`: query i sees the
@@ -135,7 +137,7 @@ pub struct BlockLists {
     pub block_q: usize,
     /// Keys of a block.
     pub block_k: usize,
-    /// Counts and indices of the blocks in which other masks decide.
+    /// Counts and indices of the blocks of which some keys may be hidden by the other masks.
     pub partial: Option<[Tensor; 2]>,
     /// Counts and indices of the blocks that are seen as a whole.
     pub full: Option<[Tensor; 2]>,
@@ -255,7 +257,7 @@ pub struct Small {
 }
 
 impl Small {
-    /// All of them.
+    /// All small outputs.
     pub const ALL: Self = Self { row_max: true, head_max: true, key_sum: true };
 }
 
@@ -263,15 +265,15 @@ impl Small {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Outputs {
-    /// O, as [`attention`] and [`attention_varlen`] give it.
+    /// O, of the shape that [`attention`] or [`attention_varlen`] gives.
     pub o: Tensor,
-    /// LSE, as they give it.
+    /// LSE, of the shape that [`attention`] or [`attention_varlen`] gives.
     pub lse: Tensor,
-    /// Row maxima, where they are wanted.
+    /// Row maxima, if asked for.
     pub row_max: Option<Tensor>,
-    /// Maxima of heads, where they are wanted.
+    /// Maxima of heads, if asked for.
     pub head_max: Option<Tensor>,
-    /// Sums of keys, where they are wanted.
+    /// Sums of keys, if asked for.
     pub key_sum: Option<Tensor>,
 }
 
@@ -290,7 +292,7 @@ pub fn attention_with_small(
     Attend::new(options, sequences.map(Packed::new).transpose()?)?.with_small(small).apply(q, k, v)
 }
 
-/// Sequences one after another: which rows of Q, K and V are whose.
+/// Packed sequences: which rows of Q, K and V belong to which sequence.
 #[derive(Clone, Debug)]
 pub struct Sequences {
     /// First query of each sequence and the end of the last one, u32 or i32 `[batch + 1]`.
@@ -328,8 +330,8 @@ fn causal_window(causal: bool) -> Option<usize> {
     causal.then_some(0)
 }
 
-/// Declares a function of candle-flash-attn: its arguments in their order, and the options and sequences that
-/// they mean.
+/// Declares a function of candle-flash-attn: its arguments in their order, and the options and sequences to which
+/// they translate.
 macro_rules! flash_attn {
     ($($(#[$doc:meta])* $name:ident($($argument:ident: $type:ty),*) => $options:expr $(, $sequences:expr)?;)*) => {$(
         $(#[$doc])*

@@ -1,4 +1,4 @@
-//! Masks as data: their tensors become a problem's masks, each held to its axes.
+//! Masks as data: converts their tensors to a problem's masks, after a check of the axes of each.
 
 use candle_core::{DType, Result, Tensor, bail};
 use fmha::{BlockList, FwdProblem, Intervals, MaskAxes, MaskBits, QLayout, Strides};
@@ -111,7 +111,7 @@ fn listed(lists: &BlockLists, mut problem: FwdProblem) -> Result<FwdProblem> {
     Ok(problem)
 }
 
-/// Dims of a mask of rows, a batch of 1 before those of packed rows.
+/// Dimensions of a mask of rows; a mask of packed rows gets a batch axis of 1 in front.
 fn matrix(field: &str, tensor: &Tensor, packed: bool) -> Result<[usize; 4]> {
     match (tensor.dims(), packed) {
         (&[heads, first, last], true) => Ok([1, heads, first, last]),

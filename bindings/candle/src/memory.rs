@@ -52,7 +52,7 @@ fn open(backend: Backend) -> Result<Device> {
     backend.open().map_err(candle_core::Error::wrap)
 }
 
-/// The device of a call, as both libraries know it.
+/// The device of a call, as candle and as fmha represent it.
 pub(crate) struct Place {
     pub(crate) device: Device,
     pub(crate) candle: candle_core::Device,
@@ -63,7 +63,7 @@ impl Place {
         self.candle.is_cpu()
     }
 
-    /// The stream that candle's own work on this device is queued on, so that a call stands in its order.
+    /// The stream on which candle queues its own work on this device, so that a call runs in order with that work.
     pub(crate) fn stream(&self) -> fmha::Stream {
         match &self.candle {
             #[cfg(feature = "cuda")]
@@ -77,7 +77,7 @@ impl Place {
         }
     }
 
-    /// New memory: of zeros, or on a GPU, `written_whole`, of whatever it held.
+    /// New memory: zeroed, or on a GPU left uninitialised if `written_whole`.
     pub(crate) fn memory(
         &self,
         shape: impl Into<Shape>,
@@ -130,7 +130,7 @@ pub(crate) struct Input<'a> {
     pub(crate) dtype: DType,
     layout: &'a Layout,
     slice: DevSlice<'a>,
-    /// Tells candle, when it is dropped, that the stream has work that reads it.
+    /// When dropped, tells candle that work on the stream reads the memory.
     #[cfg(feature = "cuda")]
     _in_use: Option<SyncOnDrop<'a>>,
 }
@@ -259,12 +259,12 @@ fn dtype_of(storage: &CpuStorage) -> DType {
     storage.dtype()
 }
 
-/// A tensor that a call writes: contiguous, and nobody else's yet.
+/// A contiguous output tensor of a call, which nothing else refers to yet.
 pub(crate) struct Output {
     storage: Storage,
     shape: Shape,
     dtype: DType,
-    /// CUDA stream by which accesses to the memory are ordered.
+    /// The CUDA stream that orders accesses to the memory.
     #[cfg(feature = "cuda")]
     stream: Option<std::sync::Arc<candle_core::cuda_backend::cudarc::driver::CudaStream>>,
 }
@@ -277,7 +277,7 @@ pub(crate) struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    /// Hands out the output's memory, once.
+    /// Returns the output's memory; may be called once.
     pub(crate) fn slice(&mut self) -> Result<DevSliceMut<'a>> {
         self.slice.take().ok_or_else(|| candle_core::Error::msg("an output is written by one call"))
     }

@@ -1,5 +1,5 @@
-//! Every function against attention written out in f64 with candle's own operations, whose autograd gives the
-//! gradients.
+//! Compares every function with attention written out in f64 in candle's own operations; candle's autograd gives
+//! the expected gradients.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -529,7 +529,8 @@ fn tensors_of_two_devices_are_refused() {
 
 #[test]
 fn a_small_model_trains_as_with_attention_written_out() {
-    // One block of attention learns to give each position the sum of the one before it and itself.
+    // Trains one block of attention to give, at each position, the sum of the elements at that position and the one
+    // before.
     let (seq, model, heads) = (12, 16, 2);
     let mut rng = StdRng::seed_from_u64(11);
     let x = random(&mut rng, &[4, seq, model]);
@@ -576,7 +577,7 @@ fn a_small_model_trains_as_with_attention_written_out() {
     }
 }
 
-/// A score and a mask as code are the slopes and the window that they spell; gradients go through both.
+/// A score and a mask given as code equal the ALiBi slopes and the window that they write out, gradients included.
 #[test]
 fn code_spells_slopes_and_windows() {
     use fmha_candle::expr::{At, Function, Number, Score, Tensor as Captured, number};
@@ -673,7 +674,7 @@ fn small_outputs_are_those_of_the_definition() {
     }
     let wanted = Tensor::new(of_heads, &device()).unwrap();
     assert!(difference(&out.head_max.unwrap(), &wanted) <= 2e-5);
-    // O has its gradient still.
+    // O still has a gradient.
     let dout = out.o.sum_all().unwrap().backward().unwrap();
     let right = plain.sum_all().unwrap().backward().unwrap();
     assert_eq!(f64s(dout.get(q).unwrap()), f64s(right.get(q).unwrap()));

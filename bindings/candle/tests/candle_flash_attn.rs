@@ -79,7 +79,7 @@ fn scores_are_capped_softly_without_slopes_or_a_window() -> Result<()> {
     Ok(())
 }
 
-/// `flash_attn_varlen`: one packed sequence whose stated maximum is far above its length.
+/// `flash_attn_varlen`: one packed sequence; the maximum length that the call states is far above its length.
 #[test]
 fn the_longest_sequence_may_be_shorter_than_what_is_said() -> Result<()> {
     let q = ramp((3, 2, 8), 1.6, DType::F16)?;
@@ -136,7 +136,7 @@ fn paged(head_dim: usize, spare: usize, page_of: fn(usize, usize) -> usize) -> R
     };
     let plain = Plain { scale: 1.0, left: Some(1024), ..Plain::causal(head_dim) };
     close(&run(None)?, &written_out(&plain, &q, &k, &v)?, 1e-2);
-    // An option of candle-flash-attn that the contract lacks is refused by its name and never ignored.
+    // A candle-flash-attn option that the contract lacks is refused by its name, never ignored.
     let ranges = Tensor::new(&[[[6i32, 90]]], &device())?;
     let refused = run(Some(&ranges)).unwrap_err().to_string();
     assert!(refused.contains("mm_prefix_ranges"), "{refused}");

@@ -15,7 +15,7 @@ use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
 use fmha_conformance::verdict::Verdict;
 use half::{bf16, f16};
 
-/// Random cases of a seed, a few seconds' worth, or those that the environment names.
+/// Random cases of a seed, as many as run in a few seconds, or the seed and count of `FMHA_DRAWN`.
 fn cases(count: u32) -> Vec<(String, Body)> {
     let text = std::env::var("FMHA_DRAWN").unwrap_or_else(|_| format!("58:{count}"));
     let drawn: Drawn = text.parse().unwrap();
@@ -64,7 +64,7 @@ fn sayable(drawn: &FwdProblem, drawn_lengths: &Lengths) -> (FwdProblem, Lengths)
         MaskShape::Window { left, right, .. } => (left, right),
         _ => (None, None),
     };
-    // The door takes a bound beyond the number of keys for none, as candle-flash-attn does.
+    // The binding takes a window bound beyond the number of keys as no bound, as candle-flash-attn does.
     let bound = |size: Option<u32>| size.filter(|&size| size <= dims.seqlen_k);
     let shape = MaskShape::Window { left: bound(left), right: bound(right), align: MaskAlign::BottomRight };
     let mut problem = FwdProblem::new(q, kv, dtype, dims)
@@ -97,7 +97,7 @@ struct View {
     shape: Shape,
     /// Requested strides, each made larger up to a multiple of the next smaller one.
     strides: Strides,
-    /// Axes that lie in memory, from the outermost on: which one, and how many elements of it lie there.
+    /// The axes that are stored, outermost first: the index of each, and how many of its elements are stored.
     stored: Vec<(usize, usize)>,
 }
 
@@ -174,7 +174,7 @@ fn of_bytes<T: WithDType + bytemuck::AnyBitPattern>(bytes: &[u8], count: usize) 
     Tensor::from_vec(elems, count, &Device::Cpu)
 }
 
-/// The elements of a host tensor, gaps included, and some of NaN behind them.
+/// All elements of a host tensor's memory, gaps included, followed by some NaN.
 fn memory(tensor: &tensor::Tensor, count: usize) -> Result<Tensor> {
     match tensor.dtype {
         fmha::DType::F16 => of_bytes::<f16>(tensor.elems(), count),
@@ -192,7 +192,7 @@ fn bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     })
 }
 
-/// A call as candle's user makes it.
+/// A call in the form in which a candle user makes it.
 struct Call {
     memories: [Var; 3],
     views: [View; 3],
@@ -214,7 +214,7 @@ impl Call {
             View::new(extents.v, problem.strides.v),
         ];
         let of = |operand, view: &View| {
-            // Memory of no elements has as many as its axes say all the same.
+            // A tensor without elements still has the shape that its axes give.
             Var::from_tensor(&memory(operands.expect(operand), view.elems())?)
         };
         let memories = [of(Operand::Q, &views[0])?, of(Operand::K, &views[1])?, of(Operand::V, &views[2])?];
@@ -304,7 +304,7 @@ fn put(
     Ok(None)
 }
 
-/// The library's word on how such a call's scores are summed.
+/// The CPU device of the library, which says in what precision such a call's scores are summed.
 fn device() -> fmha::Device {
     fmha::Backend::Cpu.open().unwrap()
 }
@@ -417,7 +417,8 @@ fn drawn_calls_and_their_gradients_are_right_and_rows_of_no_sequence_are_0() {
     assert!(std::env::var_os("FMHA_DRAWN").is_some() || results.len() >= 20, "{}", results.len());
 }
 
-/// A call as candle's user makes it, with one thing wrong, and the word that its refusal has.
+/// Name of a case, the call as a candle user makes it, with one thing wrong, and a word that the refusal must
+/// contain.
 type Wrong = (&'static str, [Tensor; 3], Options, Option<Sequences>);
 
 fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
@@ -458,7 +459,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
             inputs[at] = tensor;
             all.push((word, inputs, options, sequences));
         };
-        // Q decides the type, so beside a Q of another type K is the tensor that the error names.
+        // Q sets the type of the call: if Q alone has another type, the error names K.
         put(if at == 0 { "k is" } else { name }, of.to_dtype(other(of.dtype()))?);
         put(name, of.to_dtype(DType::F64)?);
         put(name, of.to_dtype(DType::U8)?);
@@ -471,7 +472,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
         }
         let mut wider = dims.clone();
         wider[rank - 1] += 1;
-        // V's head dimension is its own.
+        // V may have a head dimension of its own.
         if at < 2 {
             put("head_dim", zeros(&wider, of.dtype())?);
         }
@@ -480,7 +481,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
         put("head_dim", zeros(&huge, of.dtype())?);
         let mut heads = dims.clone();
         heads[rank - 2] = 0;
-        // The error of missing heads comes before that of slopes.
+        // The error about missing heads is reported before that about slopes.
         if call.options.alibi_slopes.is_none() {
             put("num_heads", zeros(&heads, of.dtype())?);
         }
@@ -517,7 +518,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
             put("seqlens_q", &|of| of.seqlens_q = ends(last));
             put("seqlens_k", &|of| of.seqlens_k = ends(last));
         }
-        // Numbers of keys of a paged cache are differences, whatever the type of the ends.
+        // The numbers of keys of a paged cache are differences of the ends, whatever integer type these have.
         put("seqlens_k", &|of| {
             of.seqlens_k = Tensor::full(7u32, batch + 1, &Device::Cpu).unwrap();
             of.seqlens_k = Tensor::cat(&[&of.seqlens_k, &of.seqlens_k.zeros_like().unwrap()], 0).unwrap();

@@ -1,4 +1,4 @@
-//! Update of a KV cache by a call: everything apart from reading it.
+//! Update of a KV cache by a call: appended rows, rotary embedding and quantised types.
 
 use fmha_c::{FMHA_F32, FmhaArgs, FmhaCache};
 use smallvec::SmallVec;
@@ -10,8 +10,8 @@ use crate::shapes::{
 };
 use crate::tensor::{I32, Tensor, U32};
 
-/// Whether V is a view of the first elements of K's rows, as address and strides show, in a call that may
-/// take it for that: a gradient is of a V of its own, and new values and factors are V's alone.
+/// Whether V is a view of the first elements of K's rows, by its address and strides. False in a call with
+/// gradients, with new values, or with a factor of V that is not K's.
 fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
     let data = |slot| request.get(slot).map(|tensor| tensor.data);
     let (Some((dim_v, axes_v)), Some((dim_k, axes_k))) = (v.shape().split_last(), k.shape().split_last())
@@ -30,7 +30,7 @@ fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
         && !request.is_backward()
 }
 
-/// Update of the cache by the call; `None` if it is only read.
+/// The update of the cache that the call makes; `None` if it only reads the cache.
 pub(crate) fn cache(
     args: &mut FmhaArgs,
     sizes: &Sizes,
@@ -48,7 +48,7 @@ pub(crate) fn cache(
         );
     }
     let is_cache = is_cache(q, k);
-    // A V that is the front of K's rows is read once, be it not given or given as what it is.
+    // If V is the front of K's rows, K is loaded once for both, whether V is absent or given as a view of K.
     let v_in_k = request.get(Slot::V).is_none_or(|v| is_front_of_k(v, k, request));
     let touched = [Slot::KNew, Slot::RotaryCos, Slot::TreeMask];
     if !is_cache && !v_in_k && touched.iter().all(|&slot| request.get(slot).is_none()) {

@@ -22,7 +22,7 @@ use crate::request::{
 use crate::shapes::{one_device, sizes};
 use crate::tensor::Device;
 
-/// Text of an error as the user reads it: the argument first, then its numbers.
+/// Text of an error, as the user reads it: the name of the argument first, then its numbers.
 pub type Wrong = String;
 
 /// Returns what is wrong unless a condition holds.
@@ -35,7 +35,7 @@ macro_rules! ensure {
 }
 pub(crate) use ensure;
 
-/// A call's structs, and what they point to in host memory.
+/// The C structs of a call, with the host memory that they point to.
 pub struct Call {
     /// The problem, without what it points to.
     problem: FmhaProblem,
@@ -47,12 +47,12 @@ pub struct Call {
     masks: Option<FmhaMasks>,
     block_scales: Option<FmhaBlockScales>,
     second: Option<Box<Second>>,
-    /// Which keys a query sees; the problem has no text of it.
+    /// Which keys a query sees. The problem's mask text stays null.
     pub mask: MaskSpec,
     softmax_scale: Option<f32>,
     softcap: Option<f32>,
     numbers: Numbers,
-    /// The device that all of its tensors are on.
+    /// The device on which all tensors of the call are.
     pub device: Device,
 }
 
@@ -133,7 +133,7 @@ impl Call {
         })
     }
 
-    /// Runs `body` with the whole problem, whose pointers are good meanwhile.
+    /// Runs `body` with the whole problem. Pointers in the problem are valid until `body` returns.
     pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
         fn pointer<T>(value: Option<&T>) -> *const T {
             value.map_or(ptr::null(), ptr::from_ref)
@@ -154,13 +154,14 @@ impl Call {
         })
     }
 
-    /// The arguments of a run, good as long as this is neither moved nor dropped.
+    /// The arguments of a run. They are valid until this call is moved or dropped.
     pub fn args(&self) -> FmhaArgs {
         let second = self.second.as_ref().map_or(ptr::null(), |second| &raw const second.args);
         FmhaArgs { captured: self.code.as_ref().map_or(ptr::null(), Coded::args), second, ..self.args }
     }
 
-    /// Refuses captures of other types than the functions read: once, with the plan.
+    /// Returns an error if a captured tensor has another type than the functions read; called once, when the plan
+    /// is made.
     ///
     /// # Errors
     /// The first of them, by its name.
@@ -168,7 +169,7 @@ impl Call {
         self.code.as_ref().map_or(Ok(()), Coded::check_types)
     }
 
-    /// The options under which it is planned.
+    /// The options under which the call is planned.
     pub fn options(&self) -> Choice {
         options(self.numbers.options)
     }
@@ -204,7 +205,7 @@ impl Call {
             code.key(&mut key);
         }
         if let Some(second) = &self.second {
-            // No code's key begins so.
+            // No key of score or mask code begins with this word.
             key.push(u64::MAX - 5);
             add(&mut key, Some(&second.given));
             add(&mut key, second.lists.as_ref());
@@ -214,7 +215,7 @@ impl Call {
     }
 }
 
-/// A second cache in the C structs, and what they point to in host memory.
+/// The C structs of a second KV cache, with the host memory that they point to.
 struct Second {
     /// The cache, without what it points to.
     given: FmhaSecond,
@@ -263,7 +264,7 @@ impl Second {
             ensure!(own == wanted, "{name} is {own}, but the first cache's {wanted}");
         }
         let mut lists = alone.lists;
-        // The flag is the call's, whichever list says it.
+        // One flag of the call says whether LSE excludes the sink: it is set if either cache's lists set it.
         let lse_without_sink = lists.as_mut().map_or(0, |lists| std::mem::take(&mut lists.lse_without_sink));
         let given = FmhaSecond {
             struct_bytes: size_of::<FmhaSecond>() as u64,
@@ -295,7 +296,8 @@ impl Second {
         Ok(Box::new(Self { given, args, lists, masks: alone.masks }))
     }
 
-    /// The cache with its lists and masks, which stay where they are as long as this lives.
+    /// The C struct of the second cache, with pointers to its lists and masks. They are valid while this borrow
+    /// lives.
     fn pointed(&self) -> FmhaSecond {
         let lists = self.lists.as_ref().map_or(ptr::null(), ptr::from_ref);
         let masks = self.masks.as_ref().map_or(ptr::null(), ptr::from_ref);
@@ -303,7 +305,7 @@ impl Second {
     }
 }
 
-/// Adds a struct of C to a key, word by word; its size comes first, 0 of none.
+/// Adds a C struct to a plan's key, word by word, after its size; an absent struct adds a size of 0.
 pub(crate) fn add<T>(key: &mut Key, of: Option<&T>) {
     const { assert!(size_of::<T>().is_multiple_of(8) && align_of::<T>() == 8) };
     key.push(of.map_or(0, |_| size_of::<T>() as u64));

@@ -28,7 +28,7 @@ macro_rules! words {
             $($address: *mut c_void,)+
             /// Name of the kernel, a C string; null: the library chooses.
             kernel: *const c_char,
-            /// Fields of its tile, `name=value` with commas between them; null: none.
+            /// Options of the kernel's tile, `name=value` separated by commas; null: none.
             tile: *const c_char,
             /// A stream of the device, 0: its default one.
             stream: i64,
@@ -43,7 +43,7 @@ macro_rules! words {
         impl Choose {
             /// Everything of the call that a plan depends on.
             fn key(&self, kernel: &CStr, tile: &CStr) -> Key {
-                // No key of attention begins so, and none of a merge.
+                // The first word differs from those of the keys of attention and of merges, so keys cannot collide.
                 let mut key = Key::from_slice(&[u64::MAX - 6]);
                 key.extend([$(self.$number),+].map(word));
                 key.extend([$(self.$address),+].map(|address| u64::from(!address.is_null())));

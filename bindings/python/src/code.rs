@@ -13,7 +13,7 @@ use crate::tensor::{BOOL, Device, I32, I64, MAX_DIMS, dtype_name};
 
 const _: () = assert!(MAX_DIMS == FMHA_MAX_RANK);
 
-/// The C structs of a call's code, and the types of what it captures.
+/// The C structs of a call's score and mask code, and the types of what they capture.
 pub(crate) struct Coded {
     code: FmhaCode,
     captured: Vec<FmhaCaptured>,
@@ -41,7 +41,7 @@ impl Coded {
         Ok(Self { code: given, captured: list, args, types: captured.iter().map(type_of).collect() })
     }
 
-    /// The struct with its list, which stays where it is as long as this lives.
+    /// The C struct with a pointer to its list of captures, which is valid while this borrow lives.
     pub(crate) fn pointed(&self) -> FmhaCode {
         FmhaCode { captured: self.captured.as_ptr(), ..self.code }
     }
@@ -82,7 +82,7 @@ impl Coded {
         for text in [self.code.score, self.code.mask] {
             // SAFETY: who made the request promised C strings.
             let Some(text) = (unsafe { text_of(text) }) else { continue };
-            // The C library reports what is wrong with a text, so a text that does not parse is skipped.
+            // The C library reports errors of a function's text, so a text that does not parse is skipped here.
             let Ok(function) = text.to_string_lossy().parse::<Function>() else { continue };
             for (captured, &dtype) in self.captured.iter().zip(&self.types) {
                 // SAFETY: who made the request promised C strings.
@@ -104,7 +104,7 @@ impl Coded {
     }
 }
 
-/// The type of a captured tensor, as doors name it.
+/// The number by which the bindings state the type of a captured tensor.
 fn code_of(stored: Stored) -> i32 {
     match stored {
         Stored::F32 => FMHA_F32,

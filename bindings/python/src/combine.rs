@@ -21,7 +21,7 @@ pub fn axes(parts: &Tensor) -> Result<[i64; 5], Wrong> {
     shape("o_parts", parts, "parts, batch, seqlen_q, num_heads_q, head_dim_v")
 }
 
-/// A combine call's structs, and its parts, which they point to.
+/// The C structs of a merge, with the parts that they point to.
 pub struct Combine {
     /// The problem.
     pub problem: FmhaCombineProblem,
@@ -130,7 +130,7 @@ impl Combine {
     /// Everything of the call that a plan depends on, in numbers.
     #[must_use]
     pub fn key(&self) -> Key {
-        // No forward call's key begins so: the first word of those is a scale's 41 bits.
+        // No forward call's key begins with this word: the first word of those keys is a scale, of 41 bits.
         let mut key = Key::from_slice(&[u64::MAX - 2]);
         key.extend([self.device.kind, self.device.index].map(|code| word(code.into())));
         key.push(word(self.options));

@@ -42,12 +42,12 @@ fn keep(text: &str) {
     TEXT.with(|kept| *kept.borrow_mut() = text);
 }
 
-/// Gives `body` the text that was kept for this thread.
+/// Calls `body` with the text that is stored for this thread.
 fn with_text<R>(body: impl FnOnce(&CStr) -> R) -> R {
     TEXT.with(|text| body(&text.borrow()))
 }
 
-/// 0, or 1 with the error's text kept for this thread.
+/// Returns 0, or 1 after storing the error's text for this thread.
 fn guard(body: impl FnOnce() -> Result<(), String>) -> c_int {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return 0,
@@ -57,7 +57,7 @@ fn guard(body: impl FnOnce() -> Result<(), String>) -> c_int {
     1
 }
 
-/// Text of the last call on this thread: an error, or the text that was asked for.
+/// Text that the last call on this thread stored: an error, or the text that the call asked for.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_text() -> *const c_char {
     TEXT.with(|text| text.borrow().as_ptr())
@@ -125,7 +125,7 @@ pub unsafe extern "C" fn fmha_py_run_with(request: *const Request, workspace: *m
     })
 }
 
-/// Scratch of a run in host memory, and where it starts.
+/// Scratch for a run in host memory, and the address of its first aligned byte.
 fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
     let wanted = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_add(plans::ALIGNMENT));
     let wanted =

@@ -42,7 +42,8 @@ pub(crate) fn lists(
     let length = match given.topk_length.given() {
         None => FMHA_LENGTH_WHOLE,
         Some(length) => {
-            // Packed, a number for each token comes first: both fit where there are as many tokens as sequences.
+            // With packed Q a number for each token is tried first: where there are as many tokens as sequences,
+            // both shapes match.
             let is_per_token = length.shape() == per_token;
             let shape = length.shape();
             ensure!(

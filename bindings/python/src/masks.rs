@@ -1,4 +1,4 @@
-//! A call's masks as data, held to its sizes and put into the C struct.
+//! Masks as data of a call: checks them against the call's sizes and fills the C struct.
 
 use fmha_c::{FmhaArgs, FmhaMasks, FmhaStrides};
 
@@ -7,7 +7,7 @@ use crate::request::{Request, Slot, name};
 use crate::shapes::{Placed, Sizes, of_type, shape};
 use crate::tensor::{I32, Tensor, U32};
 
-/// As `fmha.h` asks: everything 0 first, then what is wanted.
+/// Initialisation as `fmha.h` asks: everything 0 first, then the fields that are set.
 // SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
 
@@ -78,7 +78,7 @@ pub(crate) fn masks(
     Ok(Some(masks))
 }
 
-/// Lists of blocks: counts, and as many indices.
+/// Fills lists of blocks: counts, and as many lists of indices.
 fn lists(masks: &mut FmhaMasks, args: &mut FmhaArgs, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
     let (block_q, block_k) = (request.numbers.block_q, request.numbers.block_k);
     let pairs = [(Slot::KvNumBlocks, Slot::KvIndices), (Slot::FullKvNumBlocks, Slot::FullKvIndices)];
@@ -147,7 +147,7 @@ fn lists(masks: &mut FmhaMasks, args: &mut FmhaArgs, sizes: &Sizes, request: &Re
     Ok(())
 }
 
-/// Extents of a mask of rows behind its batch axis, which packed rows do not have.
+/// Extents of a mask of rows, without the batch axis, which packed rows do not have.
 fn of_rows(slot: Slot, tensor: &Tensor, (packed, batch): (bool, i64), axes: &str) -> Result<[i64; 3], Wrong> {
     if packed {
         return shape(name(slot), tensor, axes);

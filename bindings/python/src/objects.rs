@@ -1,5 +1,5 @@
 //! Mask objects, kept by the addresses of the tensors that they were made of: a call that has these tensors for its
-//! masks uses the object. Who makes one gives it tensors that no other call has.
+//! masks uses the object. Its maker must give the object tensors that no other call uses.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ use crate::request::Request;
 /// is done.
 pub(crate) struct Object {
     object: FmhaMaskObject,
-    /// The plan of its forward call, and the numbers of that call.
+    /// The plan of the forward call for which the object was made, and the numbers of that call.
     plan: Arc<FmhaPlan>,
     key: Key,
 }
@@ -29,7 +29,7 @@ impl Object {
     }
 }
 
-/// Addresses of a call's masks, 0 for one that it does not have.
+/// Addresses of a call's mask tensors; 0 for a mask that the call does not have.
 type Places = [usize; SLOTS.len()];
 
 #[derive(Default)]
@@ -39,7 +39,7 @@ struct Kept {
 }
 
 static OBJECTS: PerProcess<Mutex<Option<Kept>>> = PerProcess::of_first(Mutex::new(None));
-/// How many there are: most programs have none, and look nothing up.
+/// Number of mask objects. Most programs have none, and then no lookup is made.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static NEXT: AtomicI64 = AtomicI64::new(1);
 
@@ -51,7 +51,7 @@ fn places(request: &Request) -> Places {
     SLOTS.map(|slot| request.get(slot).map_or(0, |tensor| tensor.data as usize))
 }
 
-/// The object of a call's masks, if they are one's.
+/// The mask object made for this call's mask tensors, if there is one.
 pub(crate) fn of(request: &Request) -> Option<Arc<Object>> {
     if COUNT.load(Ordering::Acquire) == 0 {
         return None;
@@ -96,12 +96,12 @@ pub(crate) fn build(number: i64, forward: &Request) -> Result<(), Wrong> {
     said(unsafe { object.plan.build_mask(&object.object, &call.args()) })
 }
 
-/// Forgets an object; calls that are being queued keep it so long.
+/// Forgets a mask object. Calls that are being queued keep it until they are queued.
 pub(crate) fn forget(number: i64) {
     let mut kept = kept();
     let Some(all) = kept.as_mut() else { return };
     let Some((places, object)) = all.by_number.remove(&number) else { return };
-    // Another object's tensors may lie where this one's did.
+    // A later object's tensors may have the addresses that this one's had.
     if all.by_place.get(&places).is_some_and(|other| Arc::ptr_eq(other, &object)) {
         all.by_place.remove(&places);
     }

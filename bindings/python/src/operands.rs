@@ -199,7 +199,7 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<Placed, Wrong> {
         shape.len()
     );
     let lacking = 4 - shape.len();
-    // Strides of a tensor without elements say nothing, not even that a view repeats it.
+    // The strides of a tensor without elements mean nothing, not even that a 0 broadcasts.
     let dense = Tensor::described(shape, tensor.dtype, tensor.device);
     let steps = if shape.contains(&0) { dense.steps() } else { tensor.steps() };
     let axis = |i: usize| if i < lacking { (1, 0) } else { (shape[i - lacking], steps[i - lacking]) };

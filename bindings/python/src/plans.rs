@@ -1,4 +1,5 @@
-//! Plans, kept by the numbers of their calls: a call that was planned once is looked up and run.
+//! A cache of plans, whose keys are the numbers of their calls: a call with the numbers of an earlier one runs that
+//! plan.
 
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,7 +17,8 @@ use crate::request::{KEEPS_LISTS, Request, Slot};
 use crate::shapes::one_device;
 use crate::tensor::Device;
 
-/// Plans that are kept; the one unused for longest goes. A plan has no scratch of its own here, some kilobytes.
+/// Number of plans that are kept; the least recently used is dropped. A plan has no scratch of its own here and
+/// takes some kilobytes.
 const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 
 /// Alignment of the scratch's address, in bytes.
@@ -25,10 +27,10 @@ pub const ALIGNMENT: usize = 256;
 /// Plans by the numbers of their calls. Their scratch is the caller's, so one may run on several threads at once.
 pub(crate) type Kept<P> = Mutex<Option<LruCache<Key, Arc<P>>>>;
 
-/// A forked child has its own: another thread may have held the lock when it was made.
+/// A forked child has a new cache: another thread of the parent may have held the lock at the fork.
 static PLANS: PerProcess<Kept<FmhaPlan>> = PerProcess::of_first(Mutex::new(None));
 
-/// A result of the library, with its error as the user reads it.
+/// Converts a result of the library: its error becomes the text that the user reads.
 pub(crate) fn said<T>(result: Result<T, impl ToString>) -> Result<T, Wrong> {
     result.map_err(|error| error.to_string())
 }
@@ -45,8 +47,8 @@ pub(crate) fn kept_or_made<P>(
     if let Some(plan) = plans().as_mut().and_then(|plans| plans.get(&key).cloned()) {
         return Ok(plan);
     }
-    // Planning happens without the lock, since a compiler may run for seconds. Two threads may plan the same
-    // call, and one plan stays.
+    // A plan is made without the lock held, since a compiler may run for seconds. Two threads may plan the same
+    // call; one plan is kept.
     let device = said(said(device.name().parse::<Backend>())?.open())?;
     let plan = Arc::new(make(&device)?);
     // The plan that `push` evicts is dropped after the lock is released.
@@ -81,7 +83,8 @@ pub fn device(request: &Request) -> Result<Device, Wrong> {
     one_device(request, if is_combine(request) { Slot::OParts } else { Slot::Q })
 }
 
-/// Holds a request's tensors to each other and its numbers to what they may be: what planning refuses on every device.
+/// Checks a request's tensors against each other and its numbers against their ranges: the errors that planning
+/// returns on every device.
 ///
 /// # Errors
 /// What is wrong with the request.
@@ -95,7 +98,7 @@ pub fn check(request: &Request) -> Result<(), Wrong> {
     said(call.with(|problem| unsafe { FmhaPlan::check(problem, call.mask) }))
 }
 
-/// The plan's description, one fact a line.
+/// Describes the plan of a request as text, one fact a line.
 ///
 /// # Errors
 /// What is wrong with the request, or why no kernel takes it.

@@ -82,7 +82,7 @@ impl Seen {
     }
 }
 
-/// A tensor whose address is never followed: only its presence counts.
+/// A tensor whose address is never read: only whether the tensor is given matters.
 fn tensor(sizes: &[i64], dtype: i32) -> Tensor {
     let mut tensor = Tensor { num_dims: sizes.len() as i32, dtype, ..Tensor::ABSENT };
     tensor.data = std::ptr::without_provenance_mut::<c_void>(256);
@@ -117,7 +117,7 @@ fn and(mut tensors: Vec<(Slot, Tensor)>, more: &[(Slot, Tensor)]) -> Vec<(Slot, 
     tensors
 }
 
-/// Calls of two sequences of 3 queries and 4 keys, with all that they may have.
+/// Calls of two sequences of 3 queries and 4 keys that together set every optional argument.
 fn requests() -> Vec<Request> {
     use Slot::*;
     let (f32s, i32s) = (|sizes: &[i64]| tensor(sizes, FMHA_F32), |sizes: &[i64]| tensor(sizes, I32));
@@ -235,7 +235,7 @@ fn requests() -> Vec<Request> {
     all
 }
 
-/// A call with a score and a mask as code, and the gradient of what they capture.
+/// A call with a score and a mask as code, and gradients of the captured tensors.
 fn coded(seen: &mut Seen) {
     let names = [c"slopes", c"left", c"by"];
     let captured = names.map(|name| Captured {

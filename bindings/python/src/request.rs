@@ -1,5 +1,6 @@
-//! One call, as every door of Python states it: thirty-odd tensors of which most are absent, and numbers. Each list is
-//! written once, here: the operators' schemas and Python's side of `ctypes` are made from it.
+//! One call, as every Python binding states it: thirty-odd tensors, most of them absent, and numbers. The lists of
+//! tensors and numbers are written once, here: the operators' schemas and Python's side of `ctypes` are made from
+//! it.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -8,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::tensor::Tensor;
 
-/// An enum of tensors, and their names as refusals say them and Python spells its arguments.
+/// Declares an enum of tensors with their names, which errors use and which are Python's argument names.
 macro_rules! slots {
     ($($(#[$doc:meta])* $slot:ident = $name:literal,)+) => {
         /// The tensors of a call, by their place in [`Request::tensors`].
@@ -113,7 +114,7 @@ slots! {
     KeySum = "key_sum",
 }
 
-/// A struct of numbers of 8 bytes each, their types in a schema, and what they are where nobody says them.
+/// Declares a struct of 8-byte numbers, with each one's type in an operator's schema and its default.
 macro_rules! numbers {
     ($($(#[$doc:meta])* $field:ident: $type:ty as $schema:literal = $default:expr,)+) => {
         /// The numbers of a call.
@@ -133,8 +134,8 @@ macro_rules! numbers {
         pub const NUMBERS: &[(&str, &str)] = &[$((stringify!($field), $schema)),+];
 
         impl Numbers {
-            /// The first `count` of them, each read by `next`, which is told its schema's type, as 8 bytes; the others
-            /// as nobody says them.
+            /// Reads the first `count` numbers with `next`, which gets the schema's type and returns 8 bytes; the
+            /// others get their defaults.
             pub fn read(count: usize, mut next: impl FnMut(&'static str) -> u64) -> Self {
                 let mut numbers = Self::default();
                 let mut left = count;
@@ -159,7 +160,7 @@ numbers! {
     max_seqlen_k: i64 as "SymInt" = 0,
     /// NaN: `1 / sqrt(head_dim_qk)`.
     softmax_scale: f64 as "float?" = f64::NAN,
-    /// 0: none.
+    /// Soft-cap of the scores; 0: none.
     softcap: f64 as "float" = 0.0,
     /// 0: all keys; 1: a window from the top-left diagonal; 2: from the bottom-right one; 3: generic coordinates.
     mask: i64 as "int" = 0,
@@ -167,7 +168,7 @@ numbers! {
     left: i64 as "SymInt" = -1,
     /// Keys of the window to the right, or the mask's second number; -1: unbounded.
     right: i64 as "SymInt" = -1,
-    /// Leading keys that are seen whatever `left` says.
+    /// Leading keys that every query sees, whatever the window's `left` is.
     sink_columns: i64 as "SymInt" = 0,
     /// Probability that an element of P is dropped.
     p_drop: f64 as "float" = 0.0,
@@ -183,11 +184,11 @@ numbers! {
     max_seqlen_new: i64 as "SymInt" = 0,
     /// V's head dimension where V is the front of K's rows; else 0.
     head_dim_v: i64 as "SymInt" = 0,
-    /// 1: elements 2i and 2i + 1 turn together.
+    /// 1: elements 2i and 2i + 1 are rotated as a pair.
     rotary_interleaved: i64 as "int" = 0,
     /// Queries of a block, where lists of blocks are given; else 0.
     block_q: i64 as "SymInt" = 0,
-    /// Keys of a block, likewise.
+    /// Keys of a block, where lists of blocks are given; else 0.
     block_k: i64 as "SymInt" = 0,
 }
 
@@ -197,11 +198,11 @@ pub const NUM_CACHE: usize = NUMBERS.len() - 2;
 /// The numbers up to `options`, which every operator but combine takes; the others are a cache's.
 pub const NUM_COMMON: usize = NUM_CACHE - 3;
 
-/// Most that are kept for the process: a program that goes on to make others spells them.
+/// Most sets of numbers that are kept; a program that makes more passes the numbers themselves.
 const MOST_KEPT: usize = 4096;
 
-/// Numbers by the number under which they were kept. A forked child finds its parent's: a reader never waits
-/// for a lock.
+/// The kept sets of numbers, by the index under which they were kept. A forked child sees its parent's: readers
+/// take no lock.
 static KEPT: [OnceLock<Numbers>; MOST_KEPT] = [const { OnceLock::new() }; MOST_KEPT];
 static NUM_KEPT: AtomicUsize = AtomicUsize::new(0);
 
@@ -243,7 +244,7 @@ pub const ALLOW_FALLBACK: i64 = 1;
 pub const EXACT: i64 = 2;
 /// Whether every run gives equal bits.
 pub const DETERMINISTIC: i64 = 4;
-/// The bits of a sequence depend on its own lengths and contents alone.
+/// The bits of a sequence's results depend on its own lengths and contents alone.
 pub const BATCH_INVARIANT: i64 = 8;
 /// Each run reads the lengths back and checks them.
 pub const CHECK_LENGTHS: i64 = 16;
@@ -251,7 +252,7 @@ pub const CHECK_LENGTHS: i64 = 16;
 pub const WANTS_DBIAS: i64 = 32;
 /// Backward: the sinks' gradient is wanted.
 pub const WANTS_DSINK: i64 = 64;
-/// Combine: parts are added as they are.
+/// Combine: parts are added without weights.
 pub const ADDS: i64 = 128;
 /// Combine: parts are added to what O holds.
 pub const ADDS_TO: i64 = 256;

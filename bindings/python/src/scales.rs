@@ -15,7 +15,7 @@ pub(crate) fn elems_per_byte(scales: &BlockScales) -> i64 {
     if scales.format == i64::from(FMHA_NVFP4) { 2 } else { 1 }
 }
 
-/// Whether keys lie one after another, so that V is column-major.
+/// Whether neighbouring keys of V are adjacent in memory, so that V is column-major.
 pub(crate) fn lies_in_columns(v: &Tensor) -> bool {
     match v.steps() {
         [.., keys, _, dim] => *keys == 1 && *dim != 1,
@@ -23,7 +23,7 @@ pub(crate) fn lies_in_columns(v: &Tensor) -> bool {
     }
 }
 
-/// Q, K and V of a call whose elements are stored in this format.
+/// Fills the C structs of Q, K and V for a call whose elements are stored in a block-scaled format.
 pub(crate) fn fill_operands(
     problem: &mut FmhaProblem,
     args: &mut FmhaArgs,
@@ -63,7 +63,7 @@ pub(crate) fn fill_operands(
     Ok(())
 }
 
-/// The scales of a call whose tensors are on `device`.
+/// The block scales of a call whose tensors are on `device`.
 pub(crate) fn scales(
     args: &mut FmhaArgs,
     sizes: &Sizes,

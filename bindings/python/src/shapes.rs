@@ -1,5 +1,5 @@
-//! The sizes of a call, and tensors held to them: the C struct has strides alone, so a shape that does not go with the
-//! others is found here or nowhere.
+//! The sizes of a call, and the check of its tensors against them. The C struct has strides alone, so only this
+//! module can find a shape that does not agree with the others.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -11,7 +11,7 @@ use crate::call::{Wrong, ensure};
 use crate::request::{Request, SLOT_NAMES, Slot, name};
 use crate::tensor::{Device, Tensor, U8, dtype_name, is_fp8};
 
-/// The sizes that tensors are held to.
+/// The sizes of a call, against which its tensors are checked.
 pub(crate) struct Sizes {
     pub(crate) batch: i64,
     pub(crate) seqlen_q: i64,
@@ -54,7 +54,7 @@ pub(crate) fn rows(batch: i64, seqlen: i64, total: Option<i64>, heads: i64, dim:
     }
 }
 
-/// The device of every tensor, which is that of `first`.
+/// The device on which all tensors of a request are; an error names the first that is elsewhere than `first`.
 pub(crate) fn one_device(request: &Request, first: Slot) -> Result<Device, Wrong> {
     let device = request.required(first)?.device;
     for (tensor, slot) in request.tensors.iter().zip(SLOT_NAMES) {
@@ -195,7 +195,7 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
     Err(format!("{name} is of {}, not of {}", dtype_name(tensor.dtype), names.join(" or ")))
 }
 
-/// Address of a tensor, an argument of the run, and its strides, a part of the problem.
+/// A tensor in the C structs: its address, for the run's arguments, and its strides, for the problem.
 #[derive(Clone, Copy)]
 pub(crate) struct Placed {
     pub data: *mut c_void,
@@ -212,7 +212,7 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Pla
     rows_of(name, tensor, wanted)
 }
 
-/// The C form of a tensor of rows, of whatever type.
+/// The C form of a tensor of rows, without a check of its type.
 pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Placed, Wrong> {
     expect(name, tensor, wanted)?;
     let mut steps: SmallVec<[i64; 4]> = SmallVec::from_slice(tensor.steps());
@@ -235,12 +235,12 @@ pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Pla
     Ok(Placed { data: tensor.data, strides })
 }
 
-/// The stride of a last axis; 1 where there is no second element that it could lead to.
+/// The stride of a last axis; 1 where the axis has at most one element, since its stride is then never used.
 pub(crate) fn dense_axis(shape: &[i64], stride: i64) -> i64 {
     if shape.last() == Some(&1) || shape.contains(&0) { 1 } else { stride }
 }
 
-/// Holds the last axis to a stride of 1; with `may_be_columns` the axis of the sequence may have it.
+/// Checks that the last axis has stride 1; with `may_be_columns` the sequence axis may have it instead.
 pub(crate) fn dense_rows(name: &str, tensor: &Tensor, may_be_columns: bool) -> Result<(), Wrong> {
     let (shape, steps) = (tensor.shape(), tensor.steps());
     let Some((&last, rest)) = steps.split_last() else { return Ok(()) };

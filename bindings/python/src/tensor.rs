@@ -1,4 +1,4 @@
-//! A tensor as a door hands it over, whoever owns it: address, type, sizes and strides.
+//! A tensor of the caller, as a binding describes it: address, type, sizes and strides. The memory is borrowed.
 
 use std::ffi::c_void;
 
@@ -24,14 +24,15 @@ pub const OTHER: i32 = -1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Device {
-    /// 0: host memory; 1: an NVIDIA device; 2: an AMD device; 3, of what is checked alone: torch's `meta`, no memory.
+    /// 0: host memory; 1: an NVIDIA device; 2: an AMD device; 3: torch's `meta` device, which has no memory: such a
+    /// call is checked and not run.
     pub kind: i32,
     /// Index of the device among those of its kind, from 0.
     pub index: i32,
 }
 
 impl Device {
-    /// The name by which the library opens it.
+    /// The name by which the library opens this device.
     #[must_use]
     pub fn name(self) -> String {
         match self.kind {
@@ -73,7 +74,7 @@ impl Tensor {
         device: Device { kind: 0, index: 0 },
     };
 
-    /// One whose elements lie one after another, somewhere: nothing is read there.
+    /// A contiguous tensor of the given shape whose memory is never read.
     #[must_use]
     pub fn described(sizes: &[i64], dtype: i32, device: Device) -> Self {
         let mut tensor = Self { num_dims: sizes.len() as i32, dtype, device, ..Self::ABSENT };
@@ -104,19 +105,19 @@ impl Tensor {
         (self.num_dims >= 0).then_some(self)
     }
 
-    /// Sizes of its axes, outermost first.
+    /// Sizes of the tensor's axes, outermost first.
     #[must_use]
     pub fn shape(&self) -> &[i64] {
         &self.sizes[..usize::try_from(self.num_dims).unwrap_or(0).min(MAX_DIMS)]
     }
 
-    /// Strides of its axes, in elements.
+    /// Strides of the tensor's axes, in elements.
     #[must_use]
     pub fn steps(&self) -> &[i64] {
         &self.strides[..self.shape().len()]
     }
 
-    /// Elements from its first to behind its last.
+    /// Number of elements of memory from the tensor's first element to its last, both included.
     #[must_use]
     pub fn spanned_elems(&self) -> i64 {
         let steps = self.shape().iter().zip(self.steps());
@@ -145,7 +146,7 @@ pub fn is_fp8(dtype: i32) -> bool {
     (fmha_c::FMHA_E4M3FN..=fmha_c::FMHA_E5M2FNUZ).contains(&dtype)
 }
 
-/// Bytes of an element; 0 of a type that no operand has, which is refused by its name.
+/// Bytes of an element; 0 for a type that no operand has, which errors then refuse by name.
 #[must_use]
 pub fn element_bytes(dtype: i32) -> i64 {
     match dtype {
@@ -158,7 +159,7 @@ pub fn element_bytes(dtype: i32) -> i64 {
     }
 }
 
-/// The name of a type, as refusals say it.
+/// The name of an element type, as errors state it.
 #[must_use]
 pub fn dtype_name(dtype: i32) -> &'static str {
     match dtype {

@@ -1,4 +1,4 @@
-//! Counters of a call on an emulated device. None of them is a speed.
+//! Counters of a call on an emulated device. They are counts, never speeds.
 
 use serde_json::{Map, Value};
 
@@ -31,7 +31,7 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// `text` is what the emulator said of the launches, if it counts any.
+    /// `text` is the emulator's report on the launches, if it counts any.
     pub(super) fn new(text: Option<&str>, modelled_seconds: Option<f64>) -> Self {
         let launches = text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
         Self { launches, modelled_seconds }
@@ -65,10 +65,10 @@ impl Counted {
 /// Workgroups of a launch that had work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Items {
-    /// Number of workgroups that read at least a quarter of what the busiest one reads. All others have
+    /// Number of workgroups that read at least a quarter of the bytes of the busiest one. All others have only
     /// looked at lengths and found no work.
     number: usize,
-    /// Bytes that all have read; what one reads again counts once on AMD's devices.
+    /// Bytes that all workgroups have read; on AMD's devices, bytes that a workgroup reads again count once.
     bytes: u64,
     /// Multiprocessors, or compute units.
     units: usize,
@@ -77,7 +77,7 @@ struct Items {
 }
 
 impl Items {
-    /// Work items of a launch, from the emulator's report; `None` where nothing was read.
+    /// Work items of a launch, from the emulator's report; `None` if nothing was read.
     fn of(launch: &Value) -> Option<Self> {
         let units = usize::try_from(launch["units"].as_u64()?).ok().filter(|&units| units > 0)?;
         let groups: Vec<u64> =
@@ -92,7 +92,7 @@ impl Items {
     }
 }
 
-/// Rows of cells, the first of them titles: of each counter that some row has.
+/// Rows of cells, the first with titles, for each counter that some row has.
 pub(super) fn table(rows: &[(&str, &Counted)]) -> Vec<Vec<String>> {
     let has = |name: &str| rows.iter().any(|(_, counted)| counted.sum(name).is_some());
     let columns: Vec<_> = COLUMNS.iter().filter(|(name, _)| has(name)).collect();

@@ -35,14 +35,14 @@ pub(crate) enum Measured {
         timing: Timing,
         speed: Speed,
     },
-    /// Run once on an emulated device, whose seconds say nothing of a GPU's: not timed.
+    /// Run once on an emulated device, and not timed, since its seconds mean nothing for a GPU.
     Emulated {
         kernel: String,
         /// Whether the result was compared with f64.
         checked: bool,
         counted: Counted,
     },
-    /// No kernel takes the row, or it was not run; the reason.
+    /// No kernel supports the row, or it was not run; with the reason.
     Absent(String),
     /// Wrong result; the row is not timed.
     Wrong(String),
@@ -52,7 +52,7 @@ pub(crate) enum Measured {
 const FLUSH_BYTES_HOST: usize = 64 << 20;
 const FLUSH_BYTES_DEVICE: u64 = 256 << 20;
 
-/// Runs one row. What the problem or the backend cannot do is an outcome; what fails is a failure.
+/// Runs one row. A row that the problem or the backend does not support is an outcome; an error is a failure.
 pub(crate) fn measure(
     backend: &Device,
     setup: &Setup,
@@ -104,8 +104,8 @@ pub(crate) fn measure(
     Ok(Measured::Timed { kernel: job.kernel().to_owned(), timing, speed })
 }
 
-/// Memory that is written between calls, so that each finds the caches cold. A device writes its own: 256 MiB
-/// from the host took a hundred times as long as a short call.
+/// Memory that is written between calls, so that each call finds cold caches. A device writes its own memory:
+/// copying 256 MiB from the host took a hundred times as long as a short call.
 enum Flush {
     Host(Bytes),
     Device(DevBuffer),

@@ -187,7 +187,7 @@ impl BenchArgs {
         Ok(if wrong { Verdict::Wrong } else { Verdict::Right })
     }
 
-    /// Stops if the table would be printed and its reader is gone.
+    /// Stops if the table would be printed but its reader has closed the pipe.
     fn is_wanted(&self) -> Result<(), Failure> {
         if self.out.is_some() || failure::is_read() { Ok(()) } else { Err(Failure::Pipe) }
     }
@@ -201,7 +201,7 @@ impl BenchArgs {
         }
     }
 
-    /// Refuses what could not be written, before anything is timed.
+    /// Refuses output files that could not be written, before anything is timed.
     fn targets(&self, tables: &[Table]) -> Result<(), Failure> {
         let plots = self.plots(tables);
         for path in &plots {

@@ -20,7 +20,7 @@ struct Line {
     /// The row's label: `B4 H32 S1024 D128 causal fp16`.
     row: String,
     peer: String,
-    /// Speed in the table's unit; absent if the peer does not take the row.
+    /// Speed in the table's unit; `None` if the peer does not support the row.
     speed: Option<f64>,
 }
 
@@ -43,7 +43,7 @@ impl Peers {
         }
     }
 
-    /// Every peer that has a speed on one of `rows`, but for ourselves.
+    /// Names of the peers, except this library, that have a speed for one of `rows`.
     pub(super) fn names<'a>(&self, rows: impl Iterator<Item = &'a str>) -> Vec<String> {
         let mut names: Vec<String> =
             rows.filter_map(|row| self.speeds.get(row)).flat_map(|peers| peers.keys().cloned()).collect();

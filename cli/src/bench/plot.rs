@@ -6,7 +6,7 @@ use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// One library's speeds over the rows; `None` where it does not take one.
+/// One library's speeds over the rows; `None` for a row that it does not support.
 pub(super) struct Series {
     pub(super) name: String,
     pub(super) speeds: Vec<Option<f64>>,
@@ -43,7 +43,7 @@ const MARGIN: i32 = 14;
 const LEFT: u32 = 70;
 const TITLE: i32 = 30;
 const PLOT_HEIGHT: i32 = 340;
-/// A row takes at least so much, the picture so much.
+/// Least height of a row in the picture, then least width of the picture, in pixels.
 const ROW: i32 = 62;
 const LEAST_WIDTH: i32 = 720;
 
@@ -126,7 +126,7 @@ fn style(index: usize) -> (RGBColor, u32) {
     (COLOURS[index % COLOURS.len()], if index == 0 { 3 } else { 1 })
 }
 
-/// Place of each name of the legend: x, and its line.
+/// Place of each name in the legend: x, and its line.
 fn places(series: &[Series], width: i32) -> Vec<(i32, i32)> {
     let (mut x, mut line) = (LEFT as i32 + 8, 0);
     series

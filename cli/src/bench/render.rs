@@ -17,7 +17,7 @@ pub(super) struct Row {
     pub(super) outcome: Measured,
 }
 
-/// One table with the peers' figures for its rows.
+/// One table, with the peers' figures for its rows.
 pub(super) struct Results {
     pub(super) name: String,
     title: String,
@@ -73,7 +73,7 @@ impl Results {
             let picked = label.iter().enumerate().filter(|(at, _)| wanted(*at)).map(|(_, word)| *word);
             picked.collect::<Vec<_>>().join(" ")
         };
-        // A batch that keeps the number of tokens constant says nothing that the length does not say.
+        // A batch that keeps the number of tokens constant is left out, since it follows from the length.
         let telling = |at: usize| differs(at) && !(at == 0 && differs(LENGTH_WORD));
         let grouped: Vec<Label> = words
             .iter()
@@ -205,7 +205,7 @@ pub(super) fn markdown(all: &[Results], device: &str) -> String {
     text
 }
 
-/// A line for each row and library; what was not measured is empty.
+/// A line for each row and library; a field that was not measured is empty.
 pub(super) fn csv(all: &[Results]) -> Result<String, String> {
     let failed = |error: csv::Error| format!("csv: {error}");
     let mut table = csv::Writer::from_writer(Vec::new());
@@ -286,7 +286,7 @@ mod tests {
     use crate::timing::Timing;
     use fmha_conformance::execute::CallTime;
 
-    /// Results of a row that was timed and of one that no kernel takes, with a peer whose name needs escapes.
+    /// Results of a row that was timed and of one that no kernel supports, with a peer whose name needs escapes.
     fn results() -> [Results; 1] {
         let timing = Timing::of(&[2e-3, 1e-3, 4e-3].map(|seconds| CallTime { seconds, on_device: false }));
         let speed = Speed {
@@ -367,8 +367,7 @@ mod tests {
             labelled(&["B4 H2 S1 D8 full", "B2 H2 S2 D8 full", "B4 H2 S1 D8 causal", "B2 H2 S2 D8 causal"]),
             ["S1/full", "S2/full", "S1/causal", "S2/causal"]
         );
-        // No length differs in the first list. Groups would be as many as rows in the second. B alone differs
-        // in the third.
+        // First list: no length differs. Second: groups would be as many as rows. Third: only B differs.
         assert_eq!(labelled(&["B1 H2 S1 D8 full", "B1 H2 S1 D16 full"]), ["D8/", "D16/"]);
         assert_eq!(labelled(&["B1 H2 S1 D8 full", "B1 H2 S2 D16 full"]), ["S1 D8/", "S2 D16/"]);
         assert_eq!(

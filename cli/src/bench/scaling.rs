@@ -81,7 +81,7 @@ impl BenchArgs {
         Ok(if wrong { Verdict::Wrong } else { Verdict::Right })
     }
 
-    /// Runs one row over `ranks` ranks, as a command of its own, so that nothing of another row is left.
+    /// Runs one row over `ranks` ranks, in a separate command, so that nothing of another row remains.
     fn over(&self, problem: &Problem, ranks: u32) -> Result<Outcome, Failure> {
         let this = |error: std::io::Error| Failure::wrong(format!("this command: {error}"));
         let mut run = Command::new(std::env::current_exe().map_err(this)?);
@@ -113,7 +113,7 @@ impl BenchArgs {
     }
 }
 
-/// 2, 4, ... up to the most, and the most itself.
+/// The rank counts 2, 4, ... up to the most, and the most itself.
 fn counts(most: u32) -> Vec<u32> {
     let powers = (1..u32::BITS).map(|bit| 1 << bit).take_while(|&ranks| ranks < most);
     powers.chain([most]).collect()
@@ -135,7 +135,7 @@ fn markdown(all: &[Scaled], tables: &[Table], on_cpu: bool) -> String {
             match outcome {
                 Outcome::Timed { scheme, alone, seconds, equal_bits, .. } => {
                     let speed_up = alone / seconds;
-                    // One device of the CPU has all of its cores, and so have ranks of it together.
+                    // On the CPU one device has all cores, and its ranks together have them too.
                     let share =
                         if on_cpu { "-".to_owned() } else { format!("{:.3}", speed_up / f64::from(*ranks)) };
                     let bits = if *equal_bits { "one device's" } else { "other" };

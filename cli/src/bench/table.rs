@@ -59,7 +59,7 @@ pub(crate) struct Table {
     pub(super) rows: Vec<Problem>,
 }
 
-/// A row: the words that it was made of, and what they say.
+/// A row: the words that it was written with, and the problem that they describe.
 #[derive(Debug)]
 pub(crate) struct Problem {
     pub(super) words: Vec<String>,

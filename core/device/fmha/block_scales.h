@@ -1,5 +1,5 @@
-// Elements of Q, K and V times the scales of their blocks, for `fmha/row_fwd.h`. Each product is exact in f32, and
-// infinite beyond it. Scales of whole tensors come with the score and with O, as those of FP8 do.
+// Elements of Q, K and V times the scales of their blocks, for `fmha/row_fwd.h`. Each product is exact in
+// f32, or infinite on overflow. Scales of whole tensors are applied to scores and O, like FP8 descales.
 #pragma once
 #include <fmha/block_scale_params.h>
 #include <fmha/e8m0.h>

@@ -1,4 +1,4 @@
-// Blocks of rows that a backward walks for its own rows: those of which some own row sees a key, sink columns first.
+// Blocks of rows that a backward loop visits for its own rows: blocks with a visible pair, sink columns first.
 #pragma once
 #include <fmha/mask.h>
 

@@ -6,7 +6,7 @@
 
 namespace fmha {
 
-// The queries outside which none sees any of the non-empty `keys`, sink columns included.
+// Range of queries outside which no query sees any of the non-empty `keys`, sink columns included.
 FMHA_DEVICE Range query_range(const MaskBand& band, Range keys, int32_t seqlen_q) {
   const int64_t first = clamp<int64_t>(int64_t(keys.begin) - band.hi, 0, seqlen_q);
   // A band with lo > hi shows no pair, though the block ranges of its two edges may overlap: the range is empty.

@@ -1,5 +1,5 @@
-// The choice of keys: which keys a query may choose among, the order of scores as whole numbers, scores of an
-// indexer a lane a key, and scores of blocks. `fmha_core::sparse` says what each is.
+// The choice of keys: a query's candidates, the order of scores as integers, scores of an
+// indexer with one key per lane, and scores of blocks. `fmha_core::sparse` defines each.
 #pragma once
 #include <fmha/choose_params.h>
 #include <fmha/num.h>
@@ -28,7 +28,7 @@ FMHA_DEVICE Range keys_of(const ChooseParams& p, int32_t row) {
   return candidates_of(p, row, length_of(p, row / p.seqlen_q));
 }
 
-// Candidates of a row among what is chosen: keys, or blocks that have a candidate key.
+// Candidates of a row among the entries to choose from: keys, or blocks with a candidate key.
 FMHA_DEVICE Range entries_of(const ChooseParams& p, int32_t row) {
   if (p.per_block > 0) return candidates_of(p, row, p.num_entries);
   const Range keys = keys_of(p, row);
@@ -37,7 +37,7 @@ FMHA_DEVICE Range entries_of(const ChooseParams& p, int32_t row) {
   return {keys.begin / p.block, (keys.end - 1) / p.block + 1};
 }
 
-// A number that grows with the score: 0 of NaN, the same of both zeros, below `kForced` of every score.
+// A number that grows with the score: 0 for NaN, equal for both zeros, below `kForced` for every score.
 constexpr uint32_t kForced = 0xffffffffu;
 FMHA_DEVICE uint32_t order_of(float score) {
   if (is_nan(score)) return 0;
@@ -82,7 +82,7 @@ FMHA_DEVICE float index_score(const ChooseParams& p, int32_t row, int32_t j) {
   return score;
 }
 
-// Scores of a row for as many keys as there are lanes, the `at`-th of all.
+// Scores of a row for one key per lane: the `at`-th group of keys.
 template <IndexSpec spec, class Lanes>
 FMHA_DEVICE void index_keys(const ChooseParams& p, int64_t at) {
   const int32_t per_row = ceil_div(p.seqlen_k, Lanes::count);
@@ -110,8 +110,8 @@ FMHA_DEVICE float block_maximum(const ChooseParams& p, const float* scores, Rang
   return greatest;
 }
 
-// NSA's sum of the probabilities of compressed blocks over block b: a compressed one counts once for each stride of it
-// that lies in the block. Their order is that of the definition.
+// NSA's sum of the probabilities of compressed blocks over block b: a compressed block counts
+// once for each of its strides inside block b. The order of additions is that of the definition.
 FMHA_DEVICE float block_sum(const ChooseParams& p, const float* probabilities, int32_t b) {
   float sum = 0.f;
 #pragma unroll 1

@@ -2,10 +2,10 @@
 // them. A group of threads takes a row, or, where there are few rows, several take parts of one in launches one after
 // another.
 //
-// A radix selection of 32-bit numbers that grow with the scores finds the smallest number that is in, and how many keys
-// of just that number are: digits of 8, 12 and 12 bits from the top, a histogram each. Counts are whole numbers, so
-// the order in which threads add does not matter. Then each warp (or wave) counts what it takes of a run of keys, and
-// writes that behind what the warps before it take.
+// A radix selection of 32-bit numbers that grow with the scores finds the smallest chosen number, and how
+// many keys with exactly that number are chosen: digits of 8, 12 and 12 bits from the top, a histogram
+// each. Counts are whole numbers, so the order in which threads add does not matter. Then each warp (or
+// wave) counts what it takes of a run of keys, and writes that behind what the warps before it take.
 //
 // The first digit is a sign and seven bits of the exponent: most scores of a row share it. Each of 32 lanes therefore
 // has bins of its own, in a bank of its own.
@@ -70,7 +70,7 @@ struct RowChooser {
     }
   }
 
-  // The sum of what lanes up to this one have.
+  // Inclusive prefix sum over lanes: the sum of the numbers of all lanes up to this one.
   static FMHA_DEVICE uint32_t sum_to_lane(uint32_t sum) {
 #pragma unroll
     for (int32_t step = 1; step < Group::count; step *= 2) {
@@ -80,7 +80,7 @@ struct RowChooser {
     return sum;
   }
 
-  // The sum of what threads before this one have, and nothing of its own.
+  // Exclusive prefix sum over threads: the sum of the numbers of all threads before this one.
   FMHA_DEVICE uint32_t sum_before(uint32_t own) const {
     const uint32_t sum = sum_to_lane(own);
     const int32_t warp = Group::thread() / Group::count;
@@ -105,7 +105,7 @@ struct RowChooser {
 
   FMHA_DEVICE uint32_t* bins_of_row() const { return p.bins + row * kRowBins; }
 
-  // Counts the digits of keys whose digits above are `prefix`, in shared memory.
+  // Counts, in shared memory, the digits of those keys whose higher digits equal `prefix`.
   template <int32_t bits, bool is_top>
   FMHA_DEVICE void count(Range keys, uint32_t prefix, int32_t shift) const {
     constexpr int32_t num_bins = 1 << bits, words = is_top ? num_bins * lanes : num_bins;
@@ -124,7 +124,7 @@ struct RowChooser {
     Group::barrier();
   }
 
-  // Keys of a digit, as `count` has counted them.
+  // Number of keys with a digit, as counted by `count`.
   template <bool is_top>
   FMHA_DEVICE uint32_t counted(int32_t bin) const {
     if constexpr (!is_top) return shared.bins[bin];
@@ -134,7 +134,7 @@ struct RowChooser {
     return sum;
   }
 
-  // Adds what this group has counted to the row's histogram in memory.
+  // Adds this group's counts to the row's histogram in global memory.
   template <int32_t bits, bool is_top>
   FMHA_DEVICE void add_up(uint32_t* bins) const {
 #pragma unroll 1
@@ -144,8 +144,8 @@ struct RowChooser {
     }
   }
 
-  // Puts the digit of the smallest number that is in behind `prefix`: of `wanted` keys, whose digits `count_of` counts.
-  // Afterwards `wanted` are those still to be found among keys of that digit.
+  // Appends to `prefix` the digit of the smallest chosen number: the `wanted` greatest keys are chosen,
+  // and `count_of` counts digits. Afterwards `wanted` is the number still to be chosen with that digit.
   template <int32_t bits, class CountOf>
   FMHA_DEVICE void find(uint32_t& prefix, uint32_t& wanted, CountOf count_of) const {
     constexpr int32_t num_bins = 1 << bits, own_bins = (num_bins + Group::threads - 1) / Group::threads;
@@ -198,12 +198,12 @@ struct RowChooser {
     return {int32_t(min<int64_t>(begin, keys.end)), int32_t(min<int64_t>(begin + share, keys.end))};
   }
 
-  // The sum of one of two numbers that each warp before this one has put into `sums`.
+  // Sum of one of the two numbers that each warp before this one has written to `sums`.
   FMHA_DEVICE uint32_t sum_of_warps(int32_t warp, int32_t which) const {
     return sum_of_lanes(Group::index() < warp ? shared.sums[2 * Group::index() + which] : 0);
   }
 
-  // Keys of the warp's run that are greater than the smallest number that is in, and equal to it.
+  // Number of keys in the warp's run that exceed the smallest chosen number, and that equal it.
   struct Counts {
     uint32_t greater, equal;
   };
@@ -217,7 +217,7 @@ struct RowChooser {
     return counts;
   }
 
-  // Writes what the warp's run has of the list, behind what runs before it have; of equal numbers `wanted` are in.
+  // Writes the warp's part of the list, after the parts of earlier runs; of equal numbers `wanted` are chosen.
   FMHA_DEVICE void write_run(int32_t* list, uint32_t smallest, uint32_t wanted, Counts before) const {
     const Range run = run_of_warp();
     const int32_t lane = Group::index();
@@ -254,7 +254,7 @@ struct RowChooser {
     write_run(list, smallest, wanted, {sum_of_warps(warp, 0), sum_of_warps(warp, 1)});
   }
 
-  // One step of several groups to a row. Each finds the digits that launches before it have counted.
+  // One step when several groups share a row. Each group derives the digits from the counts of earlier launches.
   template <int32_t step>
   FMHA_DEVICE void of_part(int32_t* list) const {
     if (has_all(step == kLists ? list : nullptr)) return;
@@ -295,7 +295,7 @@ struct RowChooser {
   }
 };
 
-// The launch of a vendor's groups: `p.parts` of them to a row.
+// The launch of a vendor's groups: `p.parts` groups share each row.
 template <class Group, int32_t step>
 FMHA_DEVICE void choose_rows(const ChooseParams& p) {
   using Chooser = RowChooser<Group>;

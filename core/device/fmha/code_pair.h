@@ -57,7 +57,7 @@ struct CodePair {
   }
 };
 
-// A tile of pairs, of which a mask's bounds are asked: ranges of what a pair has, and the captures.
+// A tile of pairs for which a mask's bounds are evaluated: ranges of the pair's indices, and the captures.
 template <class Layout>
 struct CodeTile {
   expr::Bound b, h, q, k, seqlen_q, seqlen_k;

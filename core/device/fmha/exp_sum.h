@@ -1,4 +1,4 @@
-// A sum of exponentials of natural numbers of any size, as exp(top) * sum with the largest of them as `top`.
+// A sum of exponentials of real numbers of any size, stored as exp(top) * sum with the largest exponent as `top`.
 //
 // Differences are taken before the multiplication by log2(e). Numbers within a factor of two of each other have an
 // exact difference, however large they are (Sterbenz). The compiler also cannot contract the two into one
@@ -17,7 +17,7 @@ struct ExpSum {
   float top = -infinity();
   float sum = 0.f;
 
-  // Factor of a sum of weighted terms when another term comes, and the weight of that term.
+  // Factor of the weighted sum so far when another term is added, and the weight of that term.
   struct Weights {
     float old, other;
   };
@@ -31,7 +31,7 @@ struct ExpSum {
   }
   FMHA_DEVICE Weights add(float x) { return merge({x, 1.f}); }
 
-  // Factor of the weighted terms at the end; 0 if there are none.
+  // Factor of the weighted sum at the end; 0 if there are no terms.
   FMHA_DEVICE float normaliser() const { return sum == 0.f ? 0.f : 1.f / sum; }
   FMHA_DEVICE float log() const { return sum == 0.f ? -infinity() : top + log2_of(sum) * kLn2; }
 };

@@ -8,7 +8,7 @@
 #if defined(__CUDACC_RTC__)
 namespace fmha {
 
-// NVRTC's own has a branch, whose sides lanes of a warp take one after the other.
+// NVRTC's own tanhf has a branch, whose two sides the lanes of a warp would execute one after the other.
 FMHA_DEVICE float tanhf(float x) {
   const float a = abs_of(x), square = x * x;
   const float far = 1.f - __fdividef(2.f, 1.f + exp2_of(2.f * kLog2E * a));
@@ -59,7 +59,7 @@ struct Quadrant {
   float rest;
   int32_t of_four;
 };
-// Word i of 2 / pi behind the binary point; 0 before and behind them. Not a table: that would lie in memory.
+// Word i of the binary expansion of 2 / pi; 0 outside. Computed, since a table would lie in memory.
 FMHA_DEVICE uint32_t two_over_pi(int32_t i) {
   const auto one = [i](int32_t at, uint32_t word) { return word & (0u - uint32_t(i == at)); };
   return one(0, 0xa2f9836eu) | one(1, 0x4e441529u) | one(2, 0xfc2757d1u) | one(3, 0xf534ddc0u) | one(4, 0xdb629599u) |
@@ -81,7 +81,7 @@ FMHA_DEVICE Quadrant quadrant(float x) {
   const uint64_t low = uint64_t(mantissa) * window[2];
   const uint64_t middle = uint64_t(mantissa) * window[1] + (low >> 32);
   const uint32_t high = uint32_t(mantissa * window[0]) + uint32_t(middle >> 32);
-  // Two bits of the quadrant, then its fraction.
+  // The top two bits are the quadrant, the rest is its fraction.
   const uint64_t top = uint64_t(high) << 32 | uint32_t(middle);
   const uint64_t fraction = top << 2 | uint32_t(low) >> 30;
   const int32_t of_four = int32_t(high >> 30) + int32_t(fraction >> 63);
@@ -99,8 +99,8 @@ FMHA_DEVICE float cos_of_rest(float x) {
   return 1.f + s * (-0.5f + s * (1.f / 24.f + s * (-1.f / 720.f + s * (1.f / 40320.f + s * (-1.f / 3628800.f)))));
 }
 FMHA_DEVICE float sine(float x, int32_t quarter_turns) {
-  // A comparison and not a difference: the compiler would make an FMA of a difference of a product, which gives what
-  // rounding left.
+  // A comparison, not a difference: for a product the compiler
+  // would use an FMA, which yields the rounding error.
   if (!(abs_of(x) < infinity())) return float_of(0x7fc00000u);
   const Quadrant at = quadrant(x);
   const int32_t of_four = (at.of_four + quarter_turns) & 3;

@@ -1,8 +1,8 @@
-// The end of a row: from its running maximum and its sum to O's factor and LSE, what the call multiplies O by besides,
-// and where O and LSE lie. NVIDIA's epilogues and simt end their rows here; a kernel keeps how its registers lie.
+// The end of a row: computes O's factor and LSE from its running maximum and sum, the call's other factors of
+// O, and the places of O and LSE. NVIDIA's epilogues and simt use it; the register layout is each kernel's own.
 //
-// `Unit` has a device's functions: log2 and inverse; beside a sink exp2, quotient, larger, and rounded_product, which
-// no compiler contracts with a sum.
+// `Unit` has a device's functions: log2 and inverse; with a sink also exp2,
+// quotient, larger, and rounded_product, which no compiler contracts with a sum.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/seq.h>
@@ -20,8 +20,8 @@ struct RowResult {
   float factor, lse;
 };
 
-// The number that a row's scores had subtracted before their exponentials, rounded: in log2, and as a natural score. A
-// score of f32 times log2(e) may be more than f32 holds: then the natural one counts.
+// The number subtracted from a row's scores before exponentials, rounded: in log2, and as
+// a natural score. A score times log2(e) may overflow f32; then the natural one is used.
 struct RowMax {
   float log2, natural;
 };
@@ -39,7 +39,7 @@ template <class Unit>
 FMHA_DEVICE RowResult end_row_with_sink(RowMax row_max, float row_sum, float sink, bool is_natural) {
   const float to_log2 = is_natural ? kLog2E : 1.f;
   const float seen_max = row_sum == 0.f ? -infinity() : is_natural ? row_max.natural : row_max.log2;
-  // The product is rounded by itself: a multiply-add with the difference below would keep its rounding error.
+  // The product is rounded separately: a multiply-add with the difference below would keep its rounding error.
   const float of_sink = is_natural ? sink : Unit::rounded_product(sink, kLog2E);
   const float top = Unit::larger(seen_max, of_sink);
   if (top == -infinity()) return {0.f, -infinity()};
@@ -57,7 +57,7 @@ FMHA_DEVICE constexpr OutputScales output_scales(const FwdSpec& spec) {
   return {is_fp8(spec.dtype_v), spec.dropout, is_fp8(spec.dtype_o)};
 }
 
-// A row's factor times those of the call, in one order.
+// A row's factor times the factors of the call, in a fixed order.
 template <OutputScales scales>
 FMHA_DEVICE float scaled_output(float factor, const FwdParams& p, int32_t i_batch, int32_t i_head_kv) {
   if constexpr (scales.of_v) factor *= scalar_of(p.descale_v, i_batch, i_head_kv, 1.f);

@@ -1,6 +1,6 @@
-// Mask on the device: the keys that a query sees. A kernel calls `resolve_band` once per sequence, then `k_range`
-// (`row_range` for one query) and `sink_range` for the loop, and `block_class` and `visible` to hide. A kernel whose
-// text knows the kind of the mask uses a `KnownMask` instead, which says what is skipped, whole or cut.
+// Mask on the device: the keys that a query sees. A kernel calls `resolve_band` once per sequence, then
+// `k_range` (`row_range` for one query) and `sink_range` for the loop, and `block_class` and `visible`
+// to hide. A kernel compiled for one kind of mask uses `KnownMask` instead, which classifies tiles.
 #pragma once
 #include <fmha/params.h>
 #include <fmha/spec.h>
@@ -47,7 +47,7 @@ FMHA_DEVICE Range k_range(const MaskBand& band, Range rows, int32_t seqlen_k) {
   return {int32_t(first), int32_t(last)};
 }
 
-// The band's keys of query i alone: its first key, and one past its last. Sink columns apart.
+// The band's keys of query i alone: its first key, and one past its last, without sink columns.
 FMHA_DEVICE Range row_range(const MaskBand& band, int32_t i, int32_t seqlen_k) {
   return k_range(band, {i, i + 1}, seqlen_k);
 }
@@ -82,7 +82,7 @@ struct SeenColumns {
   }
 };
 
-// A band of a kind that is known when the kernel is compiled: bounds that it lacks cost nothing.
+// A band whose kind is a compile-time constant: bounds that the kind lacks cost nothing.
 template <MaskKind kind, bool has_sinks>
 struct KnownMask {
   static constexpr bool has_hi = kind != MaskKind::Full, has_lo = kind == MaskKind::Band;
@@ -90,11 +90,11 @@ struct KnownMask {
   MaskBand band;
   int32_t seqlen_k;
 
-  // The keys that every query from `first` to `last` sees: a tile within them is whole.
+  // The keys that every query from `first` to `last` sees: a tile within them is fully visible.
   FMHA_DEVICE Range whole(int32_t first, int32_t last) const {
     return {has_lo ? max(last + band.lo, 0) : 0, has_hi ? max(min(seqlen_k, first + band.hi + 1), 0) : seqlen_k};
   }
-  // Whether a query from `first` to `last` does not see one of the keys.
+  // Whether some query from `first` to `last` does not see one of the keys.
   FMHA_DEVICE bool cuts(int32_t first, int32_t last, Range keys) const {
     bool cut = keys.end > seqlen_k;
     if constexpr (has_hi) cut |= keys.end > first + band.hi + 1;
@@ -108,7 +108,7 @@ struct KnownMask {
     if constexpr (has_lo) skipped |= keys.end <= first + band.lo && !is_sink(keys.begin);
     return skipped;
   }
-  // Columns that query i sees of a block whose first key is `first_key`.
+  // Columns that query i sees in a block whose first key is `first_key`.
   FMHA_DEVICE Columns columns(int32_t i, int32_t first_key) const {
     return {has_lo ? i + band.lo - first_key : 0,
             (has_hi ? min(seqlen_k, i + band.hi + 1) : seqlen_k) - first_key,

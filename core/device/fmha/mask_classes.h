@@ -1,5 +1,5 @@
-// Classes of tiles under masks as data: what the lanes of a warp or wave find out about a tile of queries and keys at
-// once.
+// Classes of tiles (skipped, whole or cut) under masks as
+// data, which the lanes of a warp or wave determine together.
 #pragma once
 #include <fmha/mask_data.h>
 
@@ -14,12 +14,12 @@ struct MaskClasses {
   static constexpr int32_t kMostBlocks = 4;
   DataMasks masks;
 
-  // A row or key beyond the sequence gets the answer of the last one; other tests hide it.
+  // A row or key beyond the sequence gets the result of the last one; other tests hide it.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     return masks.sees(span, i_head, min(i, span.seqlen_q - 1), min(j, span.seqlen_k - 1));
   }
 
-  // Class of the pairs of a tile, as far as it is known.
+  // Class of the pairs of a tile, as far as it is determined.
   struct Known {
     bool none, every;
   };
@@ -38,7 +38,7 @@ struct MaskClasses {
     return found != 0;
   }
 
-  // Whether the blocks of a tile are all listed, or none; and whether some, or all, are full.
+  // Whether all or none of the blocks of a tile are listed, and whether some or all are full.
   FMHA_DEVICE void listed(const SeqSpan& span, int32_t i_head, Range rows, Range keys, Known& by_lists, bool& some_full,
                           bool& all_full) const {
     const MaskDataParams& m = masks.m;
@@ -92,8 +92,8 @@ struct MaskClasses {
     return {shown == 0, hidden == 0};
   }
 
-  // How the tile of a head's rows and keys, neither empty and both of the sequence, stands to the masks. All lanes
-  // ask; each looks at some rows.
+  // Class of the tile of a head's rows and keys under the masks; both are
+  // non-empty and inside the sequence. All lanes call it; each tests some rows.
   FMHA_DEVICE BlockClass class_of(const SeqSpan& span, int32_t i_head, Range rows, Range keys) const {
     const MaskDataParams& m = masks.m;
     Known by_lists = {false, true};
@@ -101,7 +101,7 @@ struct MaskClasses {
     if (m.block_q != 0) listed(span, i_head, rows, keys, by_lists, some_full, all_full);
     return class_by(span, i_head, rows, keys, by_lists, some_full);
   }
-  // How the tile stands to them, where lists have been asked.
+  // Class of the tile under the masks, given the result of the lists.
   FMHA_DEVICE BlockClass class_by(const SeqSpan& span, int32_t i_head, Range rows, Range keys, const Known& by_lists,
                                   bool some_full) const {
     const MaskDataParams& m = masks.m;
@@ -115,7 +115,7 @@ struct MaskClasses {
       cut += by_intervals.every && by_bits.every ? 0 : 1;
     }
     const bool none = Lanes::ballot(seeing > 0) == 0, every = Lanes::ballot(cut > 0) == 0;
-    // A full block shows what intervals and bits hide.
+    // Full blocks also show pairs that intervals and bits hide.
     if (none && !some_full) return BlockClass::Skipped;
     return every && by_lists.every ? BlockClass::Inside : BlockClass::Edge;
   }

@@ -1,4 +1,4 @@
-// Masks as data: key intervals, bits and block lists, joined by AND. A mask is given where its pointer is not null.
+// Masks as data: intervals, bits and block lists; a pair must pass all. A mask exists if its pointer is not null.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/mask_data_params.h>
@@ -42,7 +42,7 @@ struct DataMasks {
     return uint32_t(bits) >> (j % 32) & 1u;
   }
 
-  // Verdict on a pair: hidden, seen if a mask as code shows it too, or seen.
+  // Verdict on a pair: hidden; visible if a mask as code shows it too; visible.
   enum class Shown { No, Asked, Full };
 
   // Whether query i sees key j, a mask as code apart.
@@ -50,7 +50,7 @@ struct DataMasks {
     return shown(span, i_head, i, j) != Shown::No;
   }
 
-  // Verdict on query i and key j. A block of the full list asks no other mask.
+  // Verdict on query i and key j. In a block of the full list no other mask is evaluated.
   FMHA_DEVICE Shown shown(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     int32_t full = 0, asked = 1;
     if (m.block_q != 0) {

@@ -1,5 +1,5 @@
-// Number types by their bits, for code that must be correct everywhere before it is fast. Kernels with conversion
-// instructions use those instead.
+// Conversions of number types by bit operations, correct on every device
+// but slow. Kernels with conversion instructions use those instead.
 #pragma once
 #include <fmha/spec.h>
 

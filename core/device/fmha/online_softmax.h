@@ -5,7 +5,7 @@
 
 namespace fmha {
 
-// -inf - -inf would be NaN: a row that has seen nothing is measured from 0 instead.
+// The maximum is replaced by 0 in a row without visible keys: -inf - -inf would be NaN.
 FMHA_DEVICE float finite_or_zero(float row_max) { return row_max == -infinity() ? 0.f : row_max; }
 
 struct OnlineRow {

@@ -1,4 +1,4 @@
-// Masks of a pair beside the band: masks as data, or none. A row kernel is compiled for one of them.
+// Masks of a pair besides the band: masks as data, or none. A row kernel is compiled for one of the two.
 #pragma once
 #include <fmha/seq.h>
 

@@ -18,14 +18,14 @@ FMHA_DEVICE Array<uint32_t, 4> philox4x32_10(Array<uint32_t, 4> counter, uint32_
   return counter;
 }
 
-// i_batch * num_heads_q + i_head in the whole that the call is a part of, of the call's own sequence and head: what the
-// functions below call `batch_head`. Their i and j are the call's.
+// Index `i_batch * num_heads_q + i_head`, in the whole that the call is a part of, of a sequence and
+// head of the call. The functions below call it `batch_head`; their i and j count within the call.
 FMHA_DEVICE int32_t head_of_whole(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   return p.dropout_first_head + i_batch * p.dropout_num_heads + i_head;
 }
 
-// The words of four keys for query i: of the whole's fours the one that is `j_quad` behind that of the call's first
-// key. Where that key is the first of its four, keys 4 * j_quad .. 4 * j_quad + 3.
+// Random words of a group of four keys for query i: the group `j_quad` after that of the call's
+// first key. If that key is the first of its group, these are keys 4 * j_quad .. 4 * j_quad + 3.
 FMHA_DEVICE Array<uint32_t, 4> dropout_words(const FwdParams& p, int32_t batch_head, int32_t i, int32_t j_quad) {
   const int32_t quad = j_quad + p.dropout_first_quad, query = i + p.dropout_first_query;
   return philox4x32_10({{uint32_t(quad), uint32_t(query), uint32_t(batch_head), p.dropout_offset}},

@@ -3,7 +3,7 @@
 #pragma once
 
 #if defined(__HIP__)
-// Attributes, since a bare clang has no header that names them.
+// Attributes spelt out, since a bare clang has no header with their macros.
 #define FMHA_DEVICE __attribute__((device)) inline __attribute__((always_inline))
 #define FMHA_GLOBAL __attribute__((address_space(1)))
 #elif defined(__CUDACC__)
@@ -66,10 +66,10 @@ FMHA_DEVICE float log2_of(float x) { return __builtin_log2f(x); }
 FMHA_DEVICE float abs_of(float x) { return __builtin_fabsf(x); }
 #endif
 
-// Absolute error some 1e-7. No system's tanhf: not every device compiler comes with one.
+// Absolute error about 1e-7. Not the system's tanhf, which some device compilers lack.
 FMHA_DEVICE float tanh_of(float x) {
   const float a = abs_of(x);
-  // The quotient would cancel below 1/16; x - x^3/3 + 2x^5/15 is exact to f32 there.
+  // Below 1/16 the quotient would lose digits; x - x^3/3 + 2x^5/15 is exact to f32 there.
   if (a < 0.0625f) return x + x * x * x * (-1.f / 3.f + x * x * (2.f / 15.f));
   const float t = 1.f - 2.f / (1.f + exp2_of(2.f * kLog2E * a));
   return x < 0.f ? -t : t;  // a NaN has gone through t

@@ -5,10 +5,10 @@
 
 namespace fmha {
 
-// A shift is a rounded product, and the multiply-add takes it from exact ones: half of its last place is a power of
-// two that P, the sums and O have too many or too few. Beyond this the maximum is subtracted from scores before they
-// are scaled: in the main loop, or, on Hopper, where the vote on it cost scores that lie far apart 4 %, by computing
-// the row again when its tile is done.
+// The shift is a rounded product, which the multiply-add subtracts from an exact one, so P, the
+// sums and O are off by up to 2 to the power of half an ulp of the shift. Beyond this the maximum
+// is subtracted from scores before they are scaled: in the main loop, or, on Hopper, where the
+// vote on it cost scores that lie far apart 4 %, by computing the row again when its tile is done.
 constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
 
 // The largest finite f32.
@@ -41,9 +41,9 @@ FMHA_DEVICE constexpr int log2_of_power(float power) {
 }
 
 // A V of bf16 may reach f32's largest number, and a running maximum that is too low lets P reach
-// 2^rescale_threshold_log2: a product, or the sum of a few, would leave f32 where O does not. So P lies lower, in the
-// exponent, where it costs nothing, with room for 32 values that weigh 1. Under a mask rows that are not finite are
-// computed again, and P stays, since an O that lies lower keeps less of tiny values.
+// 2^rescale_threshold_log2: a product, or the sum of a few, would leave f32 where O does not. So P is
+// scaled down by a power of two, which costs nothing, with room for 32 values of weight 1. Under a
+// mask non-finite rows are recomputed, and P is not scaled, since a scaled-down O loses tiny values.
 FMHA_DEVICE constexpr int offset_log2_of_bf16_p(bool is_masked, int rescale_threshold_log2) {
   return is_masked ? 0 : -(rescale_threshold_log2 + 5);
 }

@@ -1,7 +1,7 @@
-// Attention backward, a row at a time: right for every spec of the contract and fast for none, as row_fwd.h is for the
-// forward. A row of dQ, of dK and dV, of dBias, or one head's dSink is computed by a group of lanes that run together:
-// lane l has the pair of the row with its l-th partner, then the lanes share out the columns and take the pairs one
-// after another. Nothing is summed in memory, so every sum has one order.
+// Attention backward, a row at a time: right for every spec of the contract and fast for none, as row_fwd.h
+// is for the forward. A row of dQ, of dK and dV, of dBias, or one head's dSink is computed by a group of
+// lanes that run together: lane l computes the pair of the row and its l-th partner; then the lanes divide
+// the columns and add the pairs in order. No sums are in memory, so every sum has a fixed order.
 //
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace fmha {
 
-// Sum over the lanes, in all of them.
+// Sum over the lanes, returned in all lanes.
 template <class Lanes>
 FMHA_DEVICE float lane_sum(float x) {
 #pragma unroll
@@ -24,18 +24,18 @@ FMHA_DEVICE float lane_sum(float x) {
   return x;
 }
 
-// A row's P are exp(S - LSE), and f32 has LSE to half its last place, so that they are all off by one factor: by 0.1 %
-// from this size on, by exp(32) at 1e9. Such a row is measured from an origin about its LSE, and its own sum of
-// exponentials takes the place of LSE.
+// P is exp(S - LSE), so rounding LSE to f32 multiplies all P of a row by one wrong
+// factor: 0.1 % from this size on, exp(32) at 1e9. In such a row an origin near
+// its LSE is subtracted from scores, and its own sum of exponentials replaces LSE.
 constexpr float kLargestPlainLse = 16384.f;
 FMHA_DEVICE bool is_far(float lse) { return abs_of(lse) >= kLargestPlainLse && abs_of(lse) != infinity(); }
 
-// Numbers of which a query row's P are made: exp2((S - origin) log2(e) - lse_log2).
+// Numbers from which a query row's P is computed: exp2((S - origin) log2(e) - lse_log2).
 struct RowOrigin {
   float origin, lse_log2;
 };
-// A far row's `lse_log2` as a number that no other row's is, for kernels which find such rows by it: beyond 2^110,
-// with an error of 2^-12.
+// A far row's `lse_log2` encoded as a number that no other row has, so
+// that kernels recognise such rows: beyond 2^110, with an error of 2^-12.
 FMHA_DEVICE float marked_far(float lse_log2) { return (clamp(lse_log2, -2047.f, 2047.f) + 4096.f) * 0x1p100f; }
 FMHA_DEVICE bool is_marked_far(float lse_log2) { return lse_log2 > 0x1p110f && lse_log2 != infinity(); }
 FMHA_DEVICE float unmarked(float lse_log2) { return is_marked_far(lse_log2) ? lse_log2 * 0x1p-100f - 4096.f : lse_log2; }
@@ -43,10 +43,10 @@ FMHA_DEVICE float unmarked(float lse_log2) { return is_marked_far(lse_log2) ? ls
 FMHA_DEVICE RowOrigin row_origin(const BwdParams& p, int64_t stats) {
   return {p.score_origin[stats], unmarked(p.lse_log2[stats])};
 }
-// exp(score - LSE) of a score less the origin: 1 at most, whatever has been rounded.
+// The exponential exp(score - LSE) for a score minus the origin, limited to 1 because of rounding.
 FMHA_DEVICE float probability(float score, float lse_log2) { return exp2_of(min(score * kLog2E - lse_log2, 0.f)); }
 
-// Numbers of a query and a key that it sees.
+// Numbers of a pair of a query and a visible key.
 struct BwdPair {
   float prob;   // P after dropout: what multiplies dO in dV
   float ds;     // gradient of the score as the softmax sees it: dBias
@@ -90,7 +90,7 @@ struct BwdHead {
     return product;
   }
 
-  // The exponentials of the scores that query i sees, its sink's among them, measured from `origin`.
+  // The sum of exponentials of the scores that query i sees, and of its sink, minus `origin`.
   FMHA_DEVICE ExpSum sum_from(float origin, int32_t i) const {
     ExpSum sum;
     if constexpr (requires { masks.of(span, i, i_head_kv); }) {
@@ -154,7 +154,7 @@ struct BwdHead {
     }
     const float gradient = here.seen ? here.ds * modifiers.slope_behind_functions({i, j}, y) : 0.f;
     static_cast<const Functions&>(modifiers).slopes({i, j}, y, [&](int32_t, int64_t at, float slope) {
-      // 0 times an infinite derivative is 0: the pair has no part in it.
+      // A gradient of 0 times an infinite derivative counts as 0: the pair contributes nothing.
       add(at, gradient == 0.f ? 0.f : gradient * slope);
     });
   }
@@ -174,7 +174,7 @@ struct RowSums {
       if (d < dim) sums[c] += factor * load_elem<dtype>(data, row + d);
     }
   }
-  // Stores to memory; with `adds` it adds to what lies there.
+  // Stores to memory; with `adds`, adds to the value there.
   template <DType dtype, bool adds = false>
   FMHA_DEVICE void store(void* data, int64_t row, float factor) const {
 #pragma unroll
@@ -188,8 +188,8 @@ struct RowSums {
   }
 };
 
-// Origin from which a far row's scores are measured. A row without a gradient of O or LSE adds nothing, and takes no
-// sum: rows that are masked as a whole, by a bias of -1e9 in each key, are mostly so.
+// Origin that is subtracted from a far row's scores. A row whose gradients of O and LSE are 0
+// contributes nothing and needs no sum; most rows fully masked by a bias of -1e9 are such rows.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i, float lse,
                                         float delta, const Masks& masks = {}) {
@@ -201,7 +201,7 @@ FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span,
   if (Lanes::ballot(adds) == 0) return {lse, infinity()};
   float origin = lse;
   ExpSum sum = head.sum_from(origin, i);
-  // LSE may be some of its last places off, each of them 2e31 at the most: once more from where the scores are.
+  // LSE may be wrong by a few ulps, each up to 2e31: the sum is computed once more from the largest score.
   if (abs_of(sum.top) >= 1024.f && abs_of(sum.top) != infinity()) {
     origin += sum.top;
     sum = head.sum_from(origin, i);
@@ -226,7 +226,7 @@ FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t 
   if constexpr (spec.fwd.sink && requires { masks.lse_with_sink(p, i_head, lse); }) {
     lse = masks.lse_with_sink(p, i_head, lse);
   }
-  // A row that sees nothing adds nothing: its P are 0.
+  // A row without visible keys contributes nothing: its P are 0.
   RowOrigin row = {0.f, lse == -infinity() ? infinity() : lse * kLog2E};
   if (is_far(lse)) row = origin_of_far_row<spec, Lanes>(p, span, i_head, i, lse, delta, masks);
   if (Lanes::index() != 0) return;
@@ -271,8 +271,8 @@ struct AllQueries {
 // Gradients of a key's row: dK and dV, or one of them.
 enum class KeyRow { Both, Dk, Dv };
 
-// dK and dV of key j. With `adds` the share of the queries that `takes(i_head, i)` accepts is added to dK and dV in
-// memory.
+// dK and dV of key j. With `adds`, the share of the queries that
+// `takes(i_head, i)` accepts is added to dK and dV in memory.
 template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries, class Masks = NoMasks,
           KeyRow made = KeyRow::Both>
 FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j, Takes takes = {},
@@ -308,7 +308,7 @@ FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_
   if constexpr (made != KeyRow::Dk) dv.template store<spec.dtype_grad, adds>(p.dv.data, head.k_row(p.dv, j), 1.f);
 }
 
-// Row i of dBias of (`i_batch`, `i_head`), or of all that share it; whole, zeros included.
+// Row i of dBias of (`i_batch`, `i_head`), summed over all that share it; all of it is written, zeros included.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_head, int32_t i,
                               const Masks& masks = {}) {
@@ -329,9 +329,9 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
   }
 }
 
-// A share of the query rows, in order: what its pairs add to the gradients of captured tensors, into the share's own
-// sums. Elements are dealt out to the lanes, and each adds in the order of pairs, so that sums have one order and no
-// lane waits for another.
+// A share of the query rows, in order: adds its pairs' contributions to the gradients of
+// captured tensors to the share's own sums. Each lane has some elements and adds to them
+// in the order of pairs, so that sums have a fixed order and no lane waits for another.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_captured_part(const BwdParams& p, int64_t part) {
   float* sums = p.captured_sums + part * p.captured_elems;
@@ -385,7 +385,7 @@ FMHA_DEVICE void bwd_captured_element(const BwdParams& p, int64_t at) {
 
 // Share in dSink of the query whose LSE and delta are at `stats`: exp(sink - LSE) (dLSE - dO . O).
 FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink, RowOrigin row) {
-  // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
+  // The LSE is +infinity for a row without visible keys and with a sink of -infinity.
   if (row.lse_log2 == infinity()) return 0.f;
   return -probability(sink - row.origin, row.lse_log2) * p.delta[stats];
 }
@@ -407,7 +407,7 @@ FMHA_DEVICE void bwd_sink(const BwdParams& p, int32_t i_head) {
   if (Lanes::index() == 0) p.dsink[i_head] = sum;
 }
 
-// Rows of each kind, whether their sequence has them or not.
+// Number of rows of each kind, also those beyond their sequence's length.
 FMHA_DEVICE int64_t num_query_rows(const BwdParams& p) {
   return int64_t(p.fwd.batch) * p.fwd.num_heads_q * p.fwd.seqlen_q;
 }

@@ -5,8 +5,8 @@
 // of key l; then the lanes divide the columns of O among themselves and add one key after another. Nothing goes through
 // shared memory, so any stride works, and a masked key is never read.
 //
-// Scores stay natural: times log2(e) a finite bias, sink or soft-cap may be more than f32 holds. A row whose
-// unnormalised O leaves f32, though O itself does not, is walked once more with O scaled down (`headroom`).
+// Scores stay natural: times log2(e) a finite bias, sink or soft-cap may overflow f32. A row whose
+// unnormalised O overflows f32, while O itself does not, is computed again with O scaled down (`headroom`).
 //
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
@@ -25,7 +25,7 @@ namespace fmha {
 FMHA_DEVICE float larger_of(float a, float b) { return a < b ? b : a; }
 FMHA_DEVICE float sum_of(float a, float b) { return a + b; }
 
-// Elements of Q, K and V as their types have them, without descales.
+// Elements of Q, K and V in their stored types, without descales.
 struct StoredElems {
   // Q[i] . K[j].
   template <FwdSpec spec>
@@ -90,8 +90,8 @@ struct FwdRow {
 
   FMHA_DEVICE bool keeps(int32_t j) const { return dropout_keeps(p, head_of_whole(p, span.i_batch, i_head), i, j); }
 
-  // P as it enters the product with V: scaled and rounded to V's type, 0 where dropped. The factor of what is kept
-  // comes last.
+  // P as operand of the product with V: scaled and rounded to V's
+  // type, 0 if dropped. The factor of kept P is applied at the end.
   FMHA_DEVICE float kept(float weight, int32_t j) const {
     constexpr float scale = p_scale(spec.dtype_v);
     const float rounded = round_to<spec.dtype_v>(weight * scale) / scale;
@@ -102,7 +102,7 @@ struct FwdRow {
   // e^(a - b).
   static FMHA_DEVICE float exp_of_difference(float a, float b) { return exp2_of((a - b) * kLog2E); }
 
-  // Takes in a maximum; returns what sums and outputs so far are to be multiplied by.
+  // Raises the running maximum; returns the factor for the sums and outputs so far.
   FMHA_DEVICE float raise_to(float new_max) {
     const float correction = exp_of_difference(row_max, finite_or_zero(new_max));
     row_max = new_max;
@@ -110,7 +110,7 @@ struct FwdRow {
     return correction;
   }
 
-  // Multiplies O by a correction, and by the change of the room that its sum wants.
+  // Multiplies O by a correction, and by the change of the headroom that its sum needs.
   FMHA_DEVICE void rescale(float correction) {
     const float next_room = with_room ? headroom(row_sum) : 1.f;
     const float factor = correction * next_room * inverse_of_power(room);
@@ -174,7 +174,7 @@ struct FwdRow {
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * Lanes::count + lane;
       float x = o[c] * normaliser;
-      // A mean of V is no larger than V: a sum that did not leave f32 does not by its last rounding either.
+      // The mean of V is no larger than V: if the sum did not overflow, its last rounding must not either.
       if (with_room && o[c] - o[c] == 0.f) x = clamp(x, -kLargestFloat, kLargestFloat);
       if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, to.o(p) + d, x * factor);
     }
@@ -191,7 +191,7 @@ struct FwdRow {
     }
   }
 
-  // All keys that the query sees, and its sink.
+  // Computes all keys that the query sees, and its sink.
   FMHA_DEVICE void walk(const Score<spec>& modifiers) {
     const Range row = {i, i + 1};
     take(sink_range(band, row, span.seqlen_k), modifiers);
@@ -218,7 +218,7 @@ struct FwdRow {
   }
 };
 
-// Row `at` of all (sequence, head, query) triples, counted by the longest sequence; a shorter one skips its surplus.
+// Row `at` of all (sequence, head, query) triples, counted by the longest sequence; shorter sequences skip the rest.
 template <FwdSpec spec, class Lanes, class Masks = NoMasks, class Elems = StoredElems>
 FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at, const Masks& masks = {}, const Elems& elems = {}) {
   const int32_t i = int32_t(at % p.seqlen_q);

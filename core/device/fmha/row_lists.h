@@ -1,6 +1,6 @@
-// Attention forward over lists of keys, a row at a time: `fmha/row_fwd.h` with a list of each token and kv head in
-// place of a range of keys. Each lane takes an entry; absent ones take no part, and a key that stands twice counts
-// twice.
+// Attention forward over lists of keys, a row at a time: `fmha/row_fwd.h` with a
+// list for each token and kv head instead of a range of keys. Each lane handles
+// one entry; absent entries are skipped, and a key listed twice counts twice.
 #pragma once
 #include <fmha/row_fwd.h>
 #include <fmha/token_list.h>
@@ -32,7 +32,7 @@ struct ListRow : FwdRow<spec, Lanes> {
     }
   }
 
-  // Q[i] . K, as stored, of the key that stands there.
+  // Product Q[i] . K of stored values, for the key at a place of the list.
   FMHA_DEVICE float product(int32_t at) const {
     const int64_t q = query_offset(this->p, this->span, this->i, this->i_head);
     if (lists.row_bytes != 0) {
@@ -93,12 +93,12 @@ struct ListRow : FwdRow<spec, Lanes> {
     }
   }
 
-  // All listed keys that the query sees, and its sink.
+  // Computes all listed keys that the query sees, and its sink.
   FMHA_DEVICE void walk(const Score<spec>& modifiers) {
     take_list(modifiers);
     lse_of_keys = this->row_sum == 0.f ? -infinity() : this->row_max + log2_of(this->row_sum) * kLn2;
     if (has_infinite_sink()) {
-      // All of the row's weight is the sink's: exp(inf - inf) would be NaN.
+      // An infinite sink takes all of the row's weight, so O is 0: exp(inf - inf) would be NaN.
       this->o = {};
       this->row_sum = 0.f;
     } else {
@@ -135,8 +135,8 @@ struct ListRow : FwdRow<spec, Lanes> {
   }
 };
 
-// Row `at` of all (sequence, head, query) triples, counted by the longest sequence; a shorter one skips its surplus.
-// `keys_of` gives the keys of a query and kv head.
+// Row `at` of all (sequence, head, query) triples, counted by the longest sequence;
+// shorter sequences skip the rest. `keys_of` gives the keys of a query and kv head.
 template <FwdSpec spec, class Lanes, class KeysOf>
 FMHA_DEVICE void row_of_keys(const FwdParams& p, const ListParams& lists, int64_t at, const KeysOf& keys_of) {
   const int32_t i = int32_t(at % p.seqlen_q);

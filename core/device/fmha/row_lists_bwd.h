@@ -1,7 +1,7 @@
-// Attention backward over lists of keys, a row at a time: `fmha/row_bwd.h` with a list of each token and kv head in
-// place of a range of keys. A row of dQ walks its token's list. A row of dK and dV looks for its key in the lists of
-// all tokens, in their order, and takes a token's pairs as often as its list names the key: so every sum has one
-// order, and no inverted list is kept.
+// Attention backward over lists of keys, a row at a time: `fmha/row_bwd.h` with a list for
+// each token and kv head instead of a range of keys. A row of dQ reads its token's list. A row
+// of dK and dV searches the lists of all tokens in order for its key, and adds a token's pairs
+// as often as its list has the key: so every sum has a fixed order, without an inverted list.
 #pragma once
 #include <fmha/row_bwd.h>
 #include <fmha/token_list.h>
@@ -17,7 +17,7 @@ struct ListsOfRows {
   FMHA_DEVICE TokenList of(const SeqSpan& span, int32_t i, int32_t i_head_kv) const {
     return {p, lists, span, resolve_band(p.mask, span.seqlen_q, span.seqlen_k), i, i_head_kv};
   }
-  // LSE that P is measured from: with the sink, whatever the forward call wrote.
+  // The LSE from which P is computed: with the sink, even if the forward wrote LSE without it.
   FMHA_DEVICE float lse_with_sink(const BwdParams& b, int32_t i_head, float lse) const {
     if (!lists.lse_without_sink) return lse;
     const float sink = scalar_of(b.fwd.sink, 0, i_head, -infinity()), top = max(lse, sink);

@@ -1,8 +1,8 @@
 // Small outputs of the forward, in launches of their own behind the kernel that writes O, whichever that is: the
 // greatest score of each row and of each head, and each key's sum of probabilities. Scores are computed again in f32.
 //
-// A row's numbers are one group of lanes' work, and a key's too, whose queries the lanes take in turn: every sum has
-// one order. Nothing goes through shared memory.
+// One group of lanes computes a row's numbers, or those of a key, whose queries its lanes
+// handle in rotation: every sum has a fixed order. Nothing goes through shared memory.
 //
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
@@ -36,7 +36,7 @@ struct SmallHead {
 
   FMHA_DEVICE bool sees(int32_t i, int32_t j) const { return visible(band, i, j) && masks.sees(span, i_head, i, j); }
 
-  // Score of query i and key j, which sees it; -infinity where a mask as code hides it.
+  // Score of query i and its visible key j; -infinity if a mask as code hides it.
   FMHA_DEVICE float score(int32_t i, int32_t j) const {
     const int64_t q = query_offset(p, span, i, i_head);
     const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
@@ -113,7 +113,7 @@ FMHA_DEVICE void small_head(const FwdParams& p, const SmallParams& small, int32_
   if (Lanes::index() == 0) small.head_max[i_head] = greatest;
 }
 
-// Key `at` of all (sequence, head, key) triples: 0 beyond its sequence.
+// Key `at` of all (sequence, head, key) triples; writes 0 for a key beyond its sequence.
 template <FwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE void small_key(const FwdParams& p, const SmallParams& small, int64_t at, const Masks& masks = {}) {
   const int32_t j = int32_t(at % p.seqlen_k), i_head = int32_t(at / p.seqlen_k % p.num_heads_q);
@@ -131,7 +131,7 @@ FMHA_DEVICE void small_key(const FwdParams& p, const SmallParams& small, int64_t
       const float score = seen ? head.score(i, j) : -infinity();
       const SmallRow row = load_small_row(small, first + min(i, queries.end - 1));
       const float prob = exp2_of(min((score - row.top) * kLog2E, 0.f)) * row.inverse;
-      // A hidden pair adds nothing, whatever the row's other numbers are.
+      // A hidden pair adds nothing, even if the row's other numbers are not finite.
       sum += score == -infinity() ? 0.f : prob;
     }
   }

@@ -21,8 +21,8 @@
 
 namespace fmha {
 
-// A query and a key: a place that a whole fragment shares, and steps from it that are constants in unrolled loops.
-// What depends on the place alone is then computed once.
+// A query and a key: a place that a whole fragment shares, and offsets from it that are
+// constants in unrolled loops. Terms that depend on the place alone are then computed once.
 struct Pair {
   int32_t first_i, first_j;
   int32_t step_i = 0, step_j = 0;
@@ -45,7 +45,7 @@ struct ExactTanh {
   FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
     const float y = s * scale, x = y / cap, square = x * x;
     if (abs_of(x) < 0.0625f) {
-      // The series is in y itself: by a large cap the quotient would be subnormal, and lose what y has.
+      // The series is in y itself: with a large cap the quotient would be subnormal, and lose digits of y.
       const float series = -1.f / 3.f + square * (2.f / 15.f), t = x + x * square * series;
       return {y + y * square * series, 1.f - t * t};
     }
@@ -66,7 +66,7 @@ struct FastTanh {
 template <class Unit>
 struct BranchlessTanh {
   FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
-    // Infinite of the smallest caps, and 0 times that would be NaN.
+    // The inverse would be infinite for the smallest caps, and 0 times infinity NaN, so it is limited.
     const float per_cap = min(1.f / cap, kLargestFloat);
     const float y = s * scale, x = y * per_cap, a = abs_of(x), square = x * x;
     const float w = Unit::rcp(1.f + Unit::exp2(2.f * kLog2E * a)), quotient = cap * (1.f - 2.f * w);
@@ -76,15 +76,15 @@ struct BranchlessTanh {
   }
 };
 
-// A map: a score as code, and a mask as code, which hides a pair by a score of -infinity. It comes first, and what it
-// hides no other modifier shows.
+// A map: a score as code, and a mask as code, which hides a pair by a score of
+// -infinity. It is applied first; no other modifier shows a pair that it hides.
 struct Functions {
   static constexpr bool slope_is_within_one = false, is_first = true;
   const uint64_t* words;
   int32_t b, h, seqlen_q, seqlen_k;
 
   FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.code != CodeKind::None; }
-  // A kernel's text has the call's functions, or none.
+  // Whether a call has functions is a compile-time fact of a kernel's text.
   FMHA_DEVICE static constexpr bool given(const FwdParams&) { return code::kIsGiven; }
   FMHA_DEVICE static Functions of(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
     return {&p.code.elems[0], span.i_batch, i_head, span.seqlen_q, span.seqlen_k};
@@ -95,7 +95,7 @@ struct Functions {
     return {b, h, pair.i(), pair.j(), seqlen_q, seqlen_k, words};
   }
   FMHA_DEVICE bool shows(Pair pair) const { return code::of_mask::visible(place<code::of_mask::Layout>(pair)); }
-  // Bounds of the mask over some rows and keys, neither empty: from 1 on it shows all pairs, up to 0 none.
+  // Bounds of the mask's value over non-empty rows and keys: from 1 on it shows all pairs, up to 0 none.
   FMHA_DEVICE expr::Bound shows_of(Range rows, Range keys) const {
     const auto point = [](int32_t x) { return expr::Bound{x, x}; };
     return code::of_mask::seen(code::CodeTile<code::of_mask::Layout>{point(b),
@@ -106,15 +106,15 @@ struct Functions {
                                                                      point(seqlen_k),
                                                                      words});
   }
-  // The score of s * scale. `hides`: the mask is asked; else what the kernel walks has no pair that it hides.
+  // The score of s * scale. `hides`: the mask is evaluated; otherwise the kernel only visits pairs that it shows.
   template <class Tanh, bool hides = true>
   FMHA_DEVICE Scored at(Pair pair, float s, float scale) const {
     const auto here = place<code::of_score::Layout>(pair);
     const float y = s * scale, score = !hides || shows(pair) ? code::of_score::score(here, y) : -infinity();
     return {score, score == -infinity() ? 0.f : code::of_score::slope(here, y)};
   }
-  // Calls `add(n, element, derivative)` for each captured element that is read, the n-th of them, and has a gradient;
-  // elements count from the first sum.
+  // Calls `add(n, element, derivative)` for the n-th captured element that
+  // is read, if it has a gradient; element indices count from the first sum.
   template <class Add>
   FMHA_DEVICE void slopes(Pair pair, float y, Add add) const {
     using Layout = code::of_score::Layout;
@@ -166,7 +166,7 @@ struct List {
 using Maps = List<Functions, SoftCap>;
 using Terms = List<Alibi>;
 
-// The term whose elements kernels fetch, each in its own way: one of memory for each pair of the sequence.
+// The bias term, whose elements kernels load in their own ways: one for each pair of the sequence.
 struct ElementBias {
   const void* data;  // element (0, 0)
   int64_t row;
@@ -186,11 +186,11 @@ FMHA_DEVICE constexpr int num_maps(const FwdSpec& spec) { return Maps::num_in(sp
 FMHA_DEVICE constexpr int num_modifiers(const FwdSpec& spec) {
   return num_maps(spec) + Terms::num_in(spec) + ElementBias::in(spec);
 }
-// Whether a mask, as a band or as code, hides pairs: what K, V, Q or dO have there may be NaN.
+// Whether a mask, as a band or as code, hides pairs: K, V, Q or dO of a hidden pair may be NaN.
 FMHA_DEVICE constexpr bool hides_pairs(const FwdSpec& spec) {
   return spec.mask != MaskKind::Full || Functions::in(spec);
 }
-// True where a score needs more than its scale.
+// Whether a score needs more than a multiplication by the scale.
 FMHA_DEVICE constexpr bool modifies_score(const FwdSpec& spec) { return num_modifiers(spec) > 0; }
 
 // Whether the slopes of a score's maps lie from -1 to 1.
@@ -198,12 +198,12 @@ template <class... Map>
 FMHA_DEVICE constexpr bool slopes_within_one(const FwdSpec& spec, List<Map...>) {
   return ((!Map::in(spec) || Map::slope_is_within_one) && ...);
 }
-// The type of 16 bits that kernels keep slopes in, from S to dS. In f16 dS itself, which they multiply, has the bits
-// and the range of f16: a slope in bf16 would have three bits less than it.
+// The 16-bit type in which kernels store derivatives (slopes) between S and dS. If dS
+// itself is f16, the slope is f16 too: in bf16 it would have three bits less than dS.
 FMHA_DEVICE constexpr DType slope_dtype(const FwdSpec& spec) {
   return spec.dtype_qk == DType::F16 || slopes_within_one(spec, Maps{}) ? DType::F16 : DType::Bf16;
 }
-// A slope as it is kept: one beyond f16's range would be an infinity, and that times a dS of 0 NaN.
+// A slope limited to its stored type: one beyond f16's range would be infinite, and times a dS of 0 NaN.
 template <FwdSpec spec>
 FMHA_DEVICE float kept_slope(float slope) {
   if constexpr (slope_dtype(spec) != DType::F16 || slopes_within_one(spec, Maps{})) return slope;
@@ -219,7 +219,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   static constexpr bool modifies = modifies_score(spec);
   // Whether a score reads memory for each pair; pairs beyond the lengths have no element there.
   static constexpr bool reads = ElementBias::in(spec);
-  // Whether pairs are hidden by a score of -infinity: they are no part of a row, whatever K and V have there.
+  // Whether pairs are hidden by a score of -infinity: they are no part of a row, whatever their K and V hold.
   static constexpr bool hides = Functions::in(spec);
 
   float scale;  // of the raw product; FP8's descales are in it
@@ -234,7 +234,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
     return x;
   }
 
-  // The natural score of a raw product. `element()`: what memory has for the pair, where it is `there`.
+  // The natural score of a raw product. `element()`: the bias element of the pair, if it is `there`.
   template <class Element>
   FMHA_DEVICE Scored natural(Pair pair, float s, Element element, bool there = true) const {
     float factor;
@@ -258,7 +258,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
     return hidden ? Scored{-infinity(), 0.f} : x;
   }
 
-  // The slope of a score in what the functions give for y, the scaled product: that of the maps behind them.
+  // The derivative of a score with respect to y, the functions' result: that of the maps after the functions.
   FMHA_DEVICE float slope_behind_functions(Pair pair, float y) const {
     Scored x = {Functions::template at<Tanh>(pair, y, 1.f).score, 1.f};
     float factor = 1.f;
@@ -278,7 +278,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   FMHA_DEVICE void read(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
     if constexpr (One::in(spec)) static_cast<One&>(*this) = One::of(p, span, i_head);
   }
-  // The first map takes the scale in; `factor` is what is left of it.
+  // The first map includes the scale; `factor` is what remains to be multiplied.
   FMHA_DEVICE Scored mapped(Pair pair, float s, float& factor, bool& hidden) const {
     Scored x = {s, 1.f};
     factor = scale;

@@ -1,4 +1,4 @@
-// One sequence, resolved from what the device reads: where its rows lie and how many are logical.
+// One sequence, resolved from numbers that the device reads: where its rows lie and how many are logical.
 #pragma once
 #include <fmha/params.h>
 #include <fmha/spec.h>
@@ -41,7 +41,7 @@ FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, QLayout q_layout, KvKind kv_
   // Logical lengths are clamped to the physical ones.
   if (p.seqused_q) span.seqlen_q = clamp(p.seqused_q[i_batch], 0, span.seqlen_q);
   if (p.seqused_k) span.seqlen_k = clamp(p.seqused_k[i_batch], 0, span.seqlen_k);
-  // A pool of no pages holds no keys.
+  // A pool of 0 pages holds no keys, so lengths are 0.
   if (kv_layout == KvKind::Paged && p.num_pages == 0) span.seqlen_k = 0;
   return span;
 }
@@ -77,7 +77,7 @@ FMHA_DEVICE int64_t lse_offset(const FwdParams& p, const SeqSpan& span, int32_t 
   return span.storage_batch * p.lse_batch + i_head * p.lse_head + span.q_row + i;
 }
 
-// j - i of the call's query and key that ALiBi measures its distance from.
+// Offset j - i, for the call's query and key indices, of the diagonal from which ALiBi measures distances.
 FMHA_DEVICE int32_t alibi_diagonal(const FwdParams& p, int32_t seqlen_q, int32_t seqlen_k) {
   return p.alibi_shift + (p.alibi_bottom_right ? seqlen_k - seqlen_q : 0);
 }

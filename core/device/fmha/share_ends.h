@@ -4,7 +4,7 @@
 
 namespace fmha {
 
-// The row of `total` blocks in stretches: the first `longer` of them have a block more than `each`.
+// A sequence of `total` blocks in stretches: the first `longer` stretches have one block more than `each`.
 struct Shares {
   int32_t each, longer;
 

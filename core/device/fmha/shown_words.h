@@ -1,5 +1,5 @@
-// Masks as data as waves ask them in tiles that are cut: which of a run of keys a lane's query sees, or which of a run
-// of queries see its key, a bit each. Lists of blocks are read by all lanes of the wave at once.
+// Masks as data for partly masked tiles in a wave: one bit for each key of a run that a lane's query sees,
+// or for each query of a run that sees its key. All lanes of the wave read lists of blocks together.
 #pragma once
 #include <fmha/mask_data.h>
 
@@ -9,19 +9,19 @@ namespace fmha {
 FMHA_DEVICE uint32_t bits_below(int32_t x) { return x >= 32 ? ~0u : (1u << max(x, 0)) - 1; }
 FMHA_DEVICE uint32_t bits_between(int32_t begin, int32_t end) { return bits_below(end) & ~bits_below(begin); }
 
-// Pairs that the masks show (`seen`), a mask as code apart, and those of full blocks, which ask no mask (`full`).
+// Pairs that masks as data show (`seen`), and pairs of full blocks, which no mask hides (`full`).
 template <int words>
 struct ShownBits {
   Array<uint32_t, words> seen, full;
 };
 
-// `Lanes`: as `MaskClasses` takes them; `from(x, lane)` is the number that another lane has.
+// `Lanes`: as for `MaskClasses`; in addition `from(x, lane)` returns the number of another lane.
 template <class Lanes>
 struct ShownWords {
   DataMasks masks;
 
-  // The `32 * words` keys from `first` on that query i of the sequence sees. `rows`: of the sequence, those of all
-  // lanes are among them.
+  // Bits of the `32 * words` keys from `first` on that query i sees. `rows`:
+  // a range of the sequence's queries that contains those of all lanes.
   template <int words>
   FMHA_DEVICE ShownBits<words> of_query(const SeqSpan& span, int32_t i_head, int32_t i, Range rows,
                                         int32_t first) const {
@@ -73,8 +73,8 @@ struct ShownWords {
     return shown;
   }
 
-  // The 32 queries from `first` on, of the sequence or behind it, that see key j. `keys`: of the sequence, those of
-  // all lanes are among them.
+  // Bits of the 32 queries from `first` on, in the sequence or beyond, that see key
+  // j. `keys`: a range of the sequence's keys that contains those of all lanes.
   FMHA_DEVICE ShownBits<1> of_key(const SeqSpan& span, int32_t i_head, int32_t j, Range keys, int32_t first) const {
     const MaskDataParams& m = masks.m;
     ShownBits<1> shown = {{{~0u}}, {{0u}}};
@@ -105,8 +105,8 @@ struct ShownWords {
   }
 
  private:
-  // Calls `take(q, k, is_full)` for each listed block that has some of the rows and of the keys. Each lane looks at an
-  // entry; all lanes take what one has found.
+  // Calls `take(q, k, is_full)` for each listed block that overlaps the rows and
+  // the keys. Each lane tests one entry; all lanes process each match together.
   template <class Take>
   FMHA_DEVICE void for_each_listed(const SeqSpan& span, int32_t i_head, Range rows, Range keys, Take take) const {
     const MaskDataParams& m = masks.m;

@@ -1,7 +1,7 @@
-// The lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that
-// see tiles of keys: one small launch, a group of threads a tile and head of the masks. Its warps (or waves) class
-// blocks in turn; blocks are stored from the last to the first, those that are cut from the row's begin up, whole ones
-// from its end down.
+// The lists of the blocks of keys that tiles of queries see under masks as data, or of the
+// blocks of queries that see tiles of keys: one small launch with a group of threads for each
+// tile and mask head. Its warps (or waves) classify blocks; blocks are stored from the last to
+// the first, partly masked ones from the row's begin upwards, whole ones from its end downwards.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/mask_classes.h>
@@ -21,7 +21,7 @@ struct TileLister {
   using Classes = MaskClasses<Group>;
   static constexpr int warps = Group::threads / Group::count, words = Group::threads / 32;
 
-  // Mark of a class that bounds do not tell.
+  // Mark of a class that the bounds leave open.
   static constexpr uint8_t kUnknown = 255;
 
   // Answers that a group's threads have for each other.
@@ -40,7 +40,7 @@ struct TileLister {
     return {block * size, min((block + 1) * size, length)};
   }
 
-  // How a block of keys stands to the band, the masks and the sequence's end, for a block of rows.
+  // Class of a block of keys for a block of rows, from the band, the masks and the sequence's end.
   FMHA_DEVICE BlockClass class_of(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows, int32_t block,
                                   int32_t block_n) const {
     const Range own = block_of(block, block_n, span.seqlen_k);
@@ -54,7 +54,7 @@ struct TileLister {
     return by_masks;
   }
 
-  // The class of a tile as one thread finds it by bounds of the mask as code, where no mask as data decides too.
+  // Class of a tile, found by one thread from bounds of the mask as code, if no mask as data decides too.
   FMHA_DEVICE uint8_t class_by_bounds(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
                                       int32_t block, int32_t block_n) const {
     const MaskDataParams& m = keys.masks.m;
@@ -68,8 +68,8 @@ struct TileLister {
     return uint8_t(own.end - own.begin == block_n ? by_band : BlockClass::Edge);
   }
 
-  // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until
-  // some are seen and some hidden.
+  // Class of a tile under masks as data and the mask as code. Pairs are evaluated
+  // one by one, a key per lane, until some are visible and some hidden.
   FMHA_DEVICE BlockClass class_with_function(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
                                              Range own) const {
     const MaskDataParams& m = keys.masks.m;
@@ -78,10 +78,10 @@ struct TileLister {
     if (m.block_q != 0) keys.listed(span, i_head, rows, own, by_lists, some_full, all_full);
     const BlockClass by_data = keys.class_by(span, i_head, rows, own, by_lists, some_full);
     if (by_data == BlockClass::Skipped || (by_data == BlockClass::Inside && all_full)) return by_data;
-    // Where no pair is full and each is shown by the data, the function alone says.
+    // If no pair is full and the data show all pairs, the function alone decides.
     const bool asks_data = by_data != BlockClass::Inside || some_full;
     const Functions functions = Functions::of(p, span, i_head);
-    // Bounds of the function say for most tiles what its pairs would.
+    // For most tiles bounds of the function decide, without its pairs.
     const expr::Bound seen = functions.shows_of(rows, own);
     if (seen.hi <= 0 && !some_full) return BlockClass::Skipped;
     if (seen.lo >= 1 && !asks_data) return block_class(band, rows, own);
@@ -93,7 +93,7 @@ struct TileLister {
       return shown == DataMasks::Shown::Full || functions.shows({i, j});
     });
   }
-  // The class of a tile whose pairs are asked one by one. The lanes vote behind some rows.
+  // Class of a tile whose pairs are evaluated one by one. The lanes vote after some rows.
   template <class Sees>
   FMHA_DEVICE BlockClass class_by_pairs(Range rows, Range own, Sees sees) const {
     constexpr int32_t rows_at_once = 4;
@@ -118,8 +118,8 @@ struct TileLister {
     return none ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
   }
 
-  // Marks, a bit each, those blocks of a chunk that lists may show some of the rows; the chunk goes down from `last`. A
-  // row of a list is read once for the chunk, by all threads.
+  // Marks, with a bit each, those blocks of a chunk that lists may show to some of the rows;
+  // the chunk goes down from `last`. All threads read a row of a list once for the chunk.
   FMHA_DEVICE void mark_listed(Shared& shared, const SeqSpan& span, int32_t i_head, Range rows, int32_t last,
                                int32_t block_n) const {
     const MaskDataParams& m = keys.masks.m;
@@ -164,7 +164,7 @@ struct TileLister {
         }
       }
     } else {
-      // Each thread compares its own block with all entries, which come by way of shared memory.
+      // Each thread compares its own block with all entries, which are exchanged through shared memory.
       const int64_t begin = int64_t(last - Group::thread()) * block_n, end = begin + block_n;
 #pragma unroll 1
       for (int32_t first = 0; first < count; first += Group::threads) {
@@ -181,7 +181,7 @@ struct TileLister {
     }
   }
 
-  // `of_keys`: the tile is one of keys, and its list has blocks of queries.
+  // `of_keys`: the tile has keys, and its list has blocks of queries.
   template <bool of_keys>
   FMHA_DEVICE void run(Shared& shared, QLayout q_layout, KvKind kv_layout, int32_t block_m, int32_t block_n) const {
     auto& [classes, counts, marked, entries] = shared;
@@ -214,7 +214,7 @@ struct TileLister {
     for (int32_t last = end - 1; last >= lowest; last -= Group::threads) {
       if constexpr (!of_keys) mark_listed(shared, span, i_head, own, last, block_n);
       if constexpr (has_function || has_bits) {
-        // Bounds say most classes: a thread each. The warps ask for the others.
+        // Bounds decide most classes, one block per thread. The warps evaluate the others.
         const int32_t block = last - thread;
         uint8_t known = uint8_t(BlockClass::Skipped);
         if (block >= lowest) {
@@ -271,8 +271,8 @@ struct TileLister {
   }
 };
 
-// Places of the blocks of tiles of keys in the order of the tiles: how many tiles before one have the block too. A
-// group takes the lists of a sequence and head, whose last row of ranks counts.
+// Ranks of the blocks of tiles of keys: how many earlier tiles list the block too. A
+// group handles the lists of a sequence and head, whose last row of ranks holds counters.
 template <class Group, FwdSpec spec, int32_t block_n>
 FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
   const int32_t group = Group::group_index(), num_blocks = list.max_blocks;
@@ -290,7 +290,7 @@ FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
     const int32_t num_cut = list.counts[2 * row], num = num_cut + list.counts[2 * row + 1];
     for (int32_t i = Group::thread(); i < num; i += Group::threads) {
       const int32_t at = i < num_cut ? i : num_blocks - 1 - (i - num_cut), block = list.blocks[row * num_blocks + at];
-      // A block stands once in a list.
+      // A list names each block at most once.
       ranks[int64_t(tile) * num_blocks + at] = before[block]++;
     }
     Group::barrier();

@@ -1,4 +1,4 @@
-// The list of keys of one query token and kv head: how many entries it has, which keys they name, where these lie.
+// The list of keys of one query token and kv head: number of entries, the keys that they name, and their places.
 #pragma once
 #include <fmha/cache_rows.h>
 #include <fmha/lists.h>
@@ -17,7 +17,7 @@ struct TokenList {
   // Row of Q and O among those of the tensor's batch.
   FMHA_DEVICE int64_t token() const { return int64_t(span.q_row) + i; }
 
-  // Keys that the list's entries in use may name, absent ones counted.
+  // Number of keys that the list's entries in use may name, absent ones included.
   FMHA_DEVICE int32_t count() const {
     int32_t used = lists.topk;
     if (lists.topk_length) {
@@ -28,17 +28,17 @@ struct TokenList {
     return used * lists.block;
   }
 
-  // The key that stands there; -1 of one that is absent or hidden.
+  // The key at a place of the list; -1 if it is absent or hidden.
   FMHA_DEVICE int32_t key(int32_t at) const { return key_of(entry(at), at); }
 
-  // The entry that has the key at a place, as it is read: nothing waits for it until it is a key.
+  // The raw entry with the key at a place, as loaded: converting it to a key later lets the load overlap other work.
   FMHA_DEVICE int32_t entry(int32_t at) const {
     const int64_t list = span.storage_batch * lists.batch + token() * lists.row + i_head_kv * lists.head;
     return ((const int32_t FMHA_GLOBAL*)lists.indices)[list + entry_at(at)];
   }
   FMHA_DEVICE int32_t entry_at(int32_t at) const { return lists.block == 1 ? at : at / lists.block; }
 
-  // The key of a place that has such an entry.
+  // The key at a place whose raw entry was loaded.
   FMHA_DEVICE int32_t key_of(int32_t entry, int32_t at) const {
     const int64_t j = int64_t(entry) * lists.block + (at - entry_at(at) * lists.block);
     const int64_t end = lists.addresses ? int64_t(p.num_pages) * p.page_size : int64_t(span.seqlen_k);
@@ -52,7 +52,7 @@ struct TokenList {
     return kv_row(p, layout, span, j);
   }
 
-  // Place of what stands there: batch -1 of what is absent.
+  // Place in memory of the key at a place of the list: batch -1 if it is absent.
   FMHA_DEVICE KvRow place(KvKind layout, int32_t at) const {
     const int32_t j = key(at);
     return j < 0 ? KvRow{-1, 0} : row_of(layout, j);

@@ -1,5 +1,5 @@
-// Keys of one query token and kv head in two caches of one softmax: those of the first, one after another, then those
-// of the second. Each cache is seen by a list, or by the band (the first alone) and intervals.
+// Keys of one query token and kv head in two caches of one softmax: those of the first, then those
+// of the second. A list selects each cache's keys, or intervals and (in the first cache) the band.
 #pragma once
 #include <fmha/mask_data.h>
 #include <fmha/token_list.h>
@@ -40,7 +40,7 @@ struct CacheKeys {
     return range;
   }
 
-  // The key that stands at a place below `num`; -1 of one that is absent or hidden.
+  // The key at a place below `num`; -1 if it is absent or hidden.
   FMHA_DEVICE int32_t key(int32_t at) const {
     if (!list.lists.whole) return list.key(at);
     const int32_t j = positions.begin + at;
@@ -73,12 +73,12 @@ struct TwoCaches {
   FMHA_DEVICE int32_t count() const { return first.num + second.num; }
   FMHA_DEVICE bool is_second(int32_t at) const { return at >= first.num; }
 
-  // The key that stands there, of either cache; -1 of one that is absent or hidden.
+  // The key at a place, in either cache; -1 if it is absent or hidden.
   FMHA_DEVICE int32_t key(int32_t at) const {
     return is_second(at) ? second.key(at - first.num) : first.key(at);
   }
 
-  // Place of what stands there: batch -1 of what is absent. A row of the second cache is the complement of its row.
+  // Place of a list entry's key: batch -1 if absent. A row of the second cache is stored as its complement.
   FMHA_DEVICE KvRow place(KvKind layout, int32_t at) const {
     const int32_t j = key(at);
     if (j < 0) return {-1, 0};
@@ -87,7 +87,7 @@ struct TwoCaches {
     return {row.batch, ~row.row};
   }
 
-  // Offset of a place's row from the first element of the first cache's K or V, `view`, in elements of so many bytes.
+  // Offset of a place's row from the first element of the first cache's K or V, `view`, for elements of this size.
   template <int32_t bytes>
   FMHA_DEVICE int64_t offset(const View& view, KvRow at, int32_t head) const {
     if (at.row >= 0) return row_offset(view, at, head);

@@ -18,16 +18,17 @@ const MOST_UNPACKING_KB: u32 = 64 << 10;
 /// First bytes of a bundle's file.
 const MAGIC: &[u8; 8] = b"fmha-krn";
 
-/// The version of a file whose payload is the kernels: the disk cache had such ones, and packs them when it meets one.
-/// Both versions change with every change of [`CompiledKernel`].
+/// Version of a file whose payload is kernels without packing. The disk cache wrote such files once; it packs one
+/// when it reads it. Both versions change with every change of [`CompiledKernel`].
 const PLAIN: u32 = 2;
 
 /// Version of a bundle whose payload is frames of packed kernels.
 const PACKED: u32 = 3;
 
-/// Kernels that are packed together. Alike ones lie side by side, so that each is little more than its difference from
-/// the one before: 27 of Hopper, 6.7 MB, take 0.71 MB by eights and 0.67 by sixteens, and eight of them are unpacked in
-/// 12 to 140 ms of a busy core. By a wheel's own compression, which looks back 32 kB, they take 1.43 MB.
+/// Number of kernels that are packed together. Similar kernels are neighbours, so that each takes little more than
+/// its difference from the one before: 27 kernels for Hopper, 6.7 MB, take 0.71 MB in frames of eight and 0.67 MB
+/// in frames of sixteen, and a frame of eight unpacks in 12 to 140 ms on a busy core. A wheel's own compression,
+/// with a window of 32 kB, leaves 1.43 MB.
 const FRAME_KERNELS: usize = 8;
 
 /// How hard the packer tries, of 9.
@@ -48,7 +49,7 @@ pub struct Bundle {
     frames: Vec<Arc<Frame>>,
     /// Which frame has a kernel.
     places: BTreeMap<SourceKey, usize>,
-    /// Whether it was read from a file of packed kernels.
+    /// Whether the bundle was read from a file of packed kernels.
     packed: bool,
 }
 
@@ -134,12 +135,12 @@ impl Bundle {
         self.places.is_empty()
     }
 
-    /// Whether it was read from a file of packed kernels.
+    /// Whether the bundle was read from a file of packed kernels.
     pub(super) fn is_packed(&self) -> bool {
         self.packed
     }
 
-    /// The kernel of a key; `None` where it has none.
+    /// The kernel of a key; `None` if the bundle lacks it.
     ///
     /// # Errors
     /// [`Error::System`] with `name` where a file's hash is right and a kernel in it cannot be read.
@@ -171,7 +172,7 @@ impl Bundle {
         (unpacked.count(), self.frames.len())
     }
 
-    /// The file's bytes: its kernels packed, those side by side that are alike.
+    /// The file's bytes: its kernels packed, similar ones next to each other.
     ///
     /// # Errors
     /// What the encoder said.
@@ -179,8 +180,9 @@ impl Bundle {
         self.packed_by(PRESET)
     }
 
-    /// Packs a kernel that was just compiled, or is wanted at once, with less effort. Hopper's of 811 kB with their
-    /// assembly take 92 kB after 18 ms, 84 kB after 90 by [`PRESET`], and are unpacked in 5 ms.
+    /// Packs with less effort, for a kernel that was just compiled or is needed at once. A kernel for Hopper, 811
+    /// kB with its assembly, is packed into 92 kB in 18 ms, or with [`PRESET`] into 84 kB in 90 ms; unpacking takes
+    /// 5 ms.
     ///
     /// # Errors
     /// What the encoder said.
@@ -229,7 +231,7 @@ impl Bundle {
         Self::read(name, &mut bytes)
     }
 
-    /// Reads a header, and of what follows no more than one byte beyond what the header says.
+    /// Reads a header, and then at most one byte more than the payload's length in the header.
     fn read(name: &str, from: &mut dyn Read) -> Result<Self> {
         let empty = Self { name: name.to_owned(), ..Self::default() };
         let refused = |why: &str| Err(empty.refused(why));
@@ -306,7 +308,7 @@ impl Bundle {
     }
 }
 
-/// How the name of a file begins that is not whole yet. A process that is killed leaves it behind.
+/// Prefix of the name of a file that is not complete yet. A process that is killed leaves such a file behind.
 pub(super) const UNFINISHED: &str = ".fmha-";
 
 /// Writes a file under another name and renames it: readers see the old one or the new one.

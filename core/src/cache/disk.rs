@@ -1,5 +1,5 @@
-//! The disk cache: a folder of bundles of one kernel each, packed. Safe with any number of processes at once:
-//! a file appears whole by being renamed, and one that is not whole is not taken.
+//! The disk cache: a folder of bundles of one packed kernel each. Any number of processes can use it at once: a
+//! complete file appears by a rename, and an incomplete file is ignored.
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -13,21 +13,20 @@ use super::{CompiledKernel, KernelName};
 use crate::env;
 use crate::error::Result;
 
-/// Bytes that the kernels may have: some 40,000, as one with its assembly takes 50 kB. Beyond it, those unused for
-/// longest go.
+/// Limit of the bytes of all kernels: some 40,000, since one with its assembly takes 50 kB. Beyond the limit, the
+/// kernels that were unused for the longest time are removed.
 const LIMIT_BYTES: u64 = 2 << 30;
 
-/// Time for which a kernel that was used is not removed to make room; a new one is then not kept. Otherwise a
-/// program that uses more kernels than there is room for, in the same order each time, would find none of
-/// them.
+/// Time during which a used kernel is not removed to make room; a new kernel is then not stored. Without this rule,
+/// a program that uses more kernels than fit, in the same order each time, would find none of them.
 const IN_USE_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// An unfinished file this old has no writer any more: writing one takes less than a second.
 const ORPHANED_AFTER: Duration = Duration::from_secs(600);
 
-/// `FMHA_CACHE_DIR`, else `fmha` in the user's cache folder as the XDG Base Directory Specification
-/// (0.8) has it; none if the variable says `none`, or where there is no home: a home is never made, and a cache folder
-/// only beneath one, so that a process of root leaves nothing where a variable is wrong.
+/// Folder of the disk cache: `FMHA_CACHE_DIR`, otherwise `fmha` in the user's cache folder after the XDG Base
+/// Directory Specification (0.8). `None` if the variable is `none`, or if the home folder does not exist: a home is
+/// never created, so that a process of root leaves nothing where a variable is wrong.
 pub(super) fn folder() -> Result<Option<PathBuf>> {
     Ok(match env::CACHE_DIR.get()? {
         Some(none) if none == "none" => None,
@@ -88,7 +87,7 @@ impl Disk {
         self.folder.join(name.hex() + ".fmha")
     }
 
-    /// The kernel, if a whole file has it. Any other file is as good as none: it will be replaced.
+    /// The kernel, if a complete file contains it. A damaged file counts as absent: it will be replaced.
     pub(super) fn load(&self, name: &KernelName) -> Option<CompiledKernel> {
         let path = self.path(name);
         let bundle = Bundle::open(&path).ok()?;
@@ -96,7 +95,7 @@ impl Disk {
         if KernelName::of(&kernel) != *name {
             return None;
         }
-        // A folder that cannot be written still serves; its files only look unused.
+        // A kernel in a folder that cannot be written is still used; only the file's time of use stays old.
         if bundle.is_packed() {
             if let Ok(file) = OpenOptions::new().append(true).open(&path) {
                 let _ = file.set_modified(SystemTime::now());
@@ -117,9 +116,9 @@ impl Disk {
         write_whole(&path, &bytes)
     }
 
-    /// Waits until no other process compiles what this one is about to; `None` on a file system without
-    /// locks, and where another process holds the lock for longer than any kernel compiles: two may then
-    /// compile the same. `say` is given a line for the user.
+    /// Takes the lock for compiling this kernel, once no other process compiles it. `None` on a file system without
+    /// locks, or if another process holds the lock for longer than any kernel compiles; two processes may then
+    /// compile the same kernel. `say` is given a line for the user.
     pub(super) fn lock(&self, name: &KernelName, mut say: impl FnMut(&str)) -> Option<FileLock> {
         fs::create_dir_all(&self.folder).ok()?;
         let path = self.lock_path(name);
@@ -132,16 +131,17 @@ impl Disk {
         }
     }
 
-    /// One of 256 files, however many kernels there are.
+    /// Path of the kernel's lock: one of 256 files, however many kernels there are.
     pub(super) fn lock_path(&self, name: &KernelName) -> PathBuf {
         self.folder.join(format!("{}.lock", &name.hex()[..2]))
     }
 
-    /// Removes what writers that were killed have left, and kernels that were unused for longest until the file at
-    /// `new`, of `bytes`, is within the limit with the rest. Other files of the folder are nobody's business here.
+    /// Removes the unfinished files of killed writers. Then removes the kernels that were unused for longest, until
+    /// the file at `new`, of `bytes`, fits the limit together with the rest. Other files of the folder are not
+    /// touched.
     ///
     /// # Errors
-    /// The rest was used lately, and leaves no room; what the system said.
+    /// The other kernels were used recently and leave no room; what the system said.
     fn make_room(&self, new: &Path, bytes: u64) -> io::Result<()> {
         let now = SystemTime::now();
         let mut kernels = Vec::new();
@@ -149,7 +149,7 @@ impl Disk {
             // A file that another process has just removed does not count.
             let Ok(metadata) = entry.metadata() else { continue };
             let modified = metadata.modified()?;
-            // A clock that was wrong may place a use in the future; the distance counts as well.
+            // A wrong clock may place a use in the future; such a distance counts as time unused too.
             let unused_for = now.duration_since(modified).unwrap_or_else(|error| error.duration());
             let path = entry.path();
             if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
@@ -170,7 +170,8 @@ impl Disk {
                     IN_USE_FOR.as_secs() / 3600
                 )));
             };
-            // Room is made by whoever removes it: another process that makes room takes the same ones first.
+            // A file that cannot be removed was probably removed by another process that makes room, which takes
+            // the same files first.
             match fs::remove_file(path) {
                 Ok(()) => total -= size,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => total -= size,

@@ -1,4 +1,4 @@
-//! Locks on files, among processes: waited for in words, and not for ever.
+//! Locks on files between processes. A long wait prints a message, and ends after a time limit.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
@@ -15,7 +15,8 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// A kernel compiles in 1 to 20 s: what is held for a minute may be held by a process that is stopped.
+    /// Usual limits: a kernel compiles in 1 to 20 s, so a lock that is held for a minute may belong to a stopped
+    /// process.
     pub(crate) const USUAL: Self =
         Self { says_after: Duration::from_secs(5), ends_after: Duration::from_secs(60) };
 }
@@ -25,18 +26,18 @@ impl Patience {
 pub(crate) enum Locked {
     /// The lock is this process's until the value is dropped.
     Alone(FileLock),
-    /// Another process has held it all the time.
+    /// Another process has held the lock until the time limit.
     Held,
 }
 
-/// Unlocks when dropped: the system does, with the file.
+/// A locked file. Dropping it closes the file, and with that the system unlocks it.
 #[derive(Debug)]
 pub(crate) struct FileLock {
     _file: File,
 }
 
-/// Locks the file at `path`, which is made if it is not there. `say` is given a line for the user where that takes
-/// long.
+/// Locks the file at `path`, which is created if it does not exist. `say` is given a line for the user if the wait
+/// is long.
 ///
 /// # Errors
 /// What the system said, also where its file system has no locks.

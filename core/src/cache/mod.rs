@@ -1,7 +1,6 @@
-//! Search for a kernel's machine code: in a bundle, on disk, by the compiler, in this order.
-//!
-//! One key names a kernel in all three: what it is compiled from ([`SourceKey`]) and by which
-//! compiler. A bundle says its compiler itself, so it serves a machine that has none.
+//! Search for a kernel's machine code: in a bundle, on disk, then by compiling it. One key names a kernel in all
+//! three: the compiler's input ([`SourceKey`]) and the compiler. A bundle stores which compiler made it, so it also
+//! serves a machine without a compiler.
 
 mod bundle;
 mod disk;
@@ -52,8 +51,8 @@ impl fmt::Debug for SourceKey {
     }
 }
 
-/// The user's folder for what can be made again; `None` where `FMHA_CACHE_DIR` is `none`, or there is
-/// no home.
+/// The user's folder for files that can be made again; `None` where `FMHA_CACHE_DIR` is `none`, or there is no
+/// home.
 ///
 /// # Errors
 /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
@@ -66,7 +65,7 @@ pub(crate) fn why_no_folder() -> String {
     disk::why_no_folder()
 }
 
-/// Writes a file of the cache, whole or not at all.
+/// Writes a file of the cache: all of it or, after an error, nothing.
 pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
@@ -83,7 +82,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Hashes texts such that no two lists of them give the same bytes.
+/// Hashes texts such that two different lists of texts never give the hash the same bytes.
 fn hash<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 32] {
     let mut hasher = Hash::new();
     for text in texts {
@@ -98,7 +97,7 @@ fn hash<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 32] {
 pub enum ImageKind {
     /// Machine code.
     Machine,
-    /// The compiler's assembly text, which an emulated device may want.
+    /// The compiler's assembly text, which an emulated device may run.
     Assembly,
 }
 
@@ -195,9 +194,9 @@ pub struct CompiledKernel {
     pub arch: String,
     /// [`Compiler::identity`] of the compiler that made the kernel.
     pub compiler: String,
-    /// [`Compiler::own_flags`] of what compiled it; those of the job are in `key`.
+    /// [`Compiler::own_flags`] of the compiler that made the kernel; flags of the job are part of `key`.
     pub own_flags: Vec<String>,
-    /// The translation unit, for readers: the headers are in `key` alone.
+    /// The translation unit, for readers; the headers are only part of `key`.
     pub entry: String,
     /// Machine code.
     pub machine: Vec<u8>,
@@ -236,7 +235,7 @@ pub enum Origin {
     Bundle(String),
     /// The disk cache.
     Disk(PathBuf),
-    /// The compiler, just now; `not_kept` says why the disk cache has not got it.
+    /// The compiler, in this call; `not_kept` says why the kernel is not in the disk cache.
     Compiler {
         /// Identity of the compiler.
         compiler: String,
@@ -258,7 +257,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A backend that can compile for its architecture without running anything: what fills a bundle.
+/// A backend that can compile for its architecture without running anything; bundles are filled by it.
 pub trait Precompile: Sync {
     /// Jobs for a problem's plan: one for each kernel, in the order of the plan's steps.
     ///
@@ -266,7 +265,7 @@ pub trait Precompile: Sync {
     /// [`Error::Unsupported`] with every refusal.
     fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>>;
 
-    /// Finds or compiles it.
+    /// Finds or compiles the kernel of a job.
     ///
     /// # Errors
     /// What the compiler said, or that there is none.
@@ -276,8 +275,7 @@ pub trait Precompile: Sync {
 /// Bundles that every cache of this process looks into.
 static EMBEDDED: Mutex<Vec<Arc<Bundle>>> = Mutex::new(Vec::new());
 
-/// Gives all backends a bundle, such as one that the program embeds: kernels that are looked for from now on
-/// are found in it.
+/// Adds a bundle, such as one that the program embeds, for all backends: later searches for kernels look into it.
 pub fn embed(bundle: Bundle) {
     EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(bundle));
 }
@@ -293,8 +291,7 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Bundles of [`embed`] and `FMHA_BUNDLE`, the disk cache in `FMHA_CACHE_DIR`, and
-    /// `FMHA_DUMP`.
+    /// The cache of bundles of [`embed`] and `FMHA_BUNDLE`, the disk cache in `FMHA_CACHE_DIR`, and `FMHA_DUMP`.
     ///
     /// # Errors
     /// A bundle of `FMHA_BUNDLE` that is not whole; a variable that is not UTF-8.

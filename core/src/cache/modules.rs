@@ -7,12 +7,12 @@ use super::{Cache, CompiledKernel, Compiler, ImageKind, KernelJob, Origin, Sourc
 use crate::error::{Error, Result};
 use crate::source::KernelSource;
 
-/// Vendor's part of a cache of kernels: its compiler, and the way its driver loads a kernel.
+/// A vendor's part of the cache of loaded kernels: its compiler, and how its driver loads a kernel.
 pub trait Loader: Send + Sync {
     /// A kernel on the device.
     type Kernel: Send + Sync;
 
-    /// The compiler, looked for when the first kernel wants it.
+    /// The compiler, which is searched for when the first kernel is compiled.
     ///
     /// # Errors
     /// [`Error::NoDevice`] with every place that was looked at.
@@ -37,7 +37,7 @@ pub struct Target {
     pub image: ImageKind,
 }
 
-/// The kernels that this process has for one device, by what they were compiled from.
+/// The kernels that this process has for one device, by the source that each was compiled from.
 pub struct Modules<L: Loader> {
     target: Target,
     loader: L,
@@ -46,14 +46,14 @@ pub struct Modules<L: Loader> {
     slots: Mutex<Slots<L::Kernel>>,
 }
 
-/// Loaded kernels by bytes of dynamic shared memory and by the text of the entry, which spells out the
-/// kernel, its spec and its tile. A plan finds its kernel here without rendering a header.
+/// Loaded kernels by bytes of dynamic shared memory and by the text of the entry, which contains the kernel's name,
+/// its spec and its tile. A plan finds its kernel here without rendering a header.
 type Loaded<K> = HashMap<u32, HashMap<String, Arc<Module<K>>>>;
 
 /// Slots by key and bytes of dynamic shared memory.
 type Slots<K> = HashMap<(SourceKey, u32), Arc<Slot<K>>>;
 
-/// A kernel, once somebody has it; whoever wants the same one meanwhile waits.
+/// Place of a kernel, filled by the first thread that needs it; other threads that need this kernel wait meanwhile.
 type Slot<K> = Mutex<Option<Arc<Module<K>>>>;
 
 /// A compiled kernel, loaded where there is a device.
@@ -76,14 +76,15 @@ impl<K> Module<K> {
     }
 }
 
-/// [`Error::NoDevice`]: a backend that can only plan was used for more.
+/// [`Error::NoDevice`] for a backend that can only plan and was asked to run.
 #[must_use]
 pub fn only_plans() -> Error {
     Error::NoDevice("this backend only plans: it has no device".to_owned())
 }
 
 impl<L: Loader> Modules<L> {
-    /// No kernels yet; they will come from the bundles, the disk and the compiler of [`Cache::from_env`].
+    /// Makes an empty set of kernels; they will come from the bundles, the disk and the compiler of
+    /// [`Cache::from_env`].
     ///
     /// # Errors
     /// A bundle of `FMHA_BUNDLE` that is not whole.
@@ -91,7 +92,7 @@ impl<L: Loader> Modules<L> {
         Ok(Self::new(target, loader, Cache::from_env()?))
     }
 
-    /// No kernels yet; they will come from `cache`.
+    /// Makes an empty set of kernels; they will come from `cache`.
     #[must_use]
     pub fn new(target: Target, loader: L, cache: Cache) -> Self {
         Self { target, loader, cache, loaded: Mutex::default(), slots: Mutex::default() }
@@ -109,7 +110,7 @@ impl<L: Loader> Modules<L> {
         KernelJob { kernel, arch, flags, source, image }
     }
 
-    /// Finds or compiles, and loads nothing.
+    /// Finds or compiles the kernel of a job, and loads nothing.
     ///
     /// # Errors
     /// What the compiler said, or that there is none and no bundle has the kernel.
@@ -142,7 +143,8 @@ impl<L: Loader> Modules<L> {
     }
 
     fn find(&self, job: &KernelJob, shared_bytes: u32) -> Result<Arc<Module<L::Kernel>>> {
-        // A panic elsewhere while a lock was held leaves a map and a slot that are still sound.
+        // A panic in another thread that held a lock leaves the map and the slot valid, so a poisoned lock is
+        // ignored.
         let slot = {
             let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
             Arc::clone(slots.entry((job.key(), shared_bytes)).or_default())

@@ -1,4 +1,4 @@
-//! The tables: the problems whose kernels a bundle has.
+//! The tables of problems whose kernels a bundle contains.
 
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::dtype::DType;
@@ -10,8 +10,8 @@ use crate::problem::{Dims, FwdProblem, Score, ValidFwd};
 /// Queries and keys.
 type Lengths = (u32, u32);
 
-/// Short ones in the middle of what Hopper's tiles differ for; a backward has a launch whose tile is by the
-/// number of queries (dQ's) and one by that of keys.
+/// Lengths of the table's problems. The short ones lie in the middle of the ranges for which Hopper has different
+/// tiles. In the backward, dQ's tile depends on the number of queries, the other launch's on the number of keys.
 const LENGTHS: [Lengths; 9] = [
     (1, 4096),
     (96, 96),
@@ -53,8 +53,8 @@ pub struct TableEntry<P = ValidFwd> {
 ///   may choose other tiles for other lengths;
 /// - 32 query heads over 32, 8 or 4 kv heads.
 ///
-/// Scores have no bias, cap or sink; tensors are dense, b·s·h·d. A backend plans them all; what it
-/// compiles, each kernel once, is the table of its architecture.
+/// Scores have no bias, cap or sink; tensors are dense, b·s·h·d. A backend plans every problem; the kernels that it
+/// compiles, each once, are the table of its architecture.
 ///
 /// # Errors
 /// None for the table as it stands: each problem is validated.
@@ -107,8 +107,8 @@ pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
     backward.collect()
 }
 
-/// The problems of [`forward_table`] that differ from this one in sizes alone, and in how wide a window is,
-/// nearest first; none of a problem that is not plain attention of dense rows.
+/// The problems of [`forward_table`] that differ from this one only in sizes and in the width of a window, nearest
+/// first. Empty unless the problem is plain attention of dense rows.
 pub(crate) fn of_other_sizes(problem: &FwdProblem) -> Vec<ValidFwd> {
     let plain = |dims: Dims| {
         let plain = match problem.layout.q {
@@ -148,8 +148,8 @@ pub(crate) fn of_other_sizes_bwd(problem: &BwdProblem) -> Vec<ValidBwd> {
     all.filter_map(|fwd| BwdProblem::new(FwdProblem::clone(&fwd)).validate().ok()).collect()
 }
 
-/// Whether rows begin at whole vectors of 16 bytes, as those of the tables' tensors do: what a kernel's tile
-/// has of strides is then as there.
+/// Whether every row begins at a multiple of 16 bytes, as in the tables' tensors. A kernel's tile then depends on
+/// the strides in the same way.
 fn has_whole_rows(strides: Strides) -> bool {
     let Strides { batch, seq, head, dim } = strides;
     dim == 1

@@ -18,7 +18,7 @@ fn job(entry: &str) -> KernelJob {
     }
 }
 
-/// Counts how often it is used; has no assembly.
+/// A compiler that counts its calls and gives no assembly.
 #[derive(Default)]
 struct Counting(AtomicU32);
 
@@ -96,7 +96,7 @@ fn a_bundle_reads_back_whole() {
     assert_eq!(plain.kernels().unwrap(), bundle.kernels().unwrap());
 }
 
-/// Kernels are packed by eights, beside those that are alike; only the frame of one that is asked for is unpacked.
+/// Kernels are packed in frames of eight, next to similar ones; only the frame of the wanted kernel is unpacked.
 #[test]
 fn alike_kernels_are_packed_together_and_unpacked_when_one_is_asked_for() {
     let code: Vec<u8> = (0u32..40_000).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
@@ -195,7 +195,7 @@ fn the_order_is_bundle_disk_compiler() {
     assert!(matches!(from, Origin::Disk(_)), "{from}");
     assert_eq!((first, uses()), (second, 1));
 
-    // A bundle without the form that the device runs is as good as one without the kernel.
+    // A bundle that lacks the form that the device runs counts as lacking the kernel.
     let assembly = KernelJob { image: ImageKind::Assembly, ..job("one") };
     let error = cache.get(&assembly, no_compiler).unwrap_err().to_string();
     assert!(error.contains("no compiler") && error.contains("not in b (1 kernels)"), "{error}");
@@ -352,13 +352,13 @@ fn a_folder_that_cannot_be_made_costs_the_cache_and_nothing_else() {
     assert!(matches!(&from, Origin::Compiler { not_kept: Some(_), .. }), "{from}");
 }
 
-/// Makes a file as old as that.
+/// Sets a file's modification time to `seconds` ago.
 fn age(path: &Path, seconds: u64) {
     let then = std::time::SystemTime::now() - std::time::Duration::from_secs(seconds);
     std::fs::OpenOptions::new().append(true).open(path).unwrap().set_modified(then).unwrap();
 }
 
-/// Stores a kernel that was used so many seconds ago.
+/// Stores a kernel as if it was last used so many seconds ago.
 fn store_aged(disk: &Disk, kernel: &Arc<CompiledKernel>, seconds: u64) {
     disk.store(kernel).unwrap();
     age(&disk.path(&KernelName::of(kernel)), seconds);
@@ -371,7 +371,7 @@ fn size_of(kernel: &Arc<CompiledKernel>) -> u64 {
 
 const DAY: u64 = 24 * 60 * 60;
 
-/// Bytes by which files of four equal kernels may differ.
+/// Bytes by which the file sizes of four equal kernels may differ.
 const SLACK: u64 = 40;
 
 #[test]
@@ -391,7 +391,7 @@ fn as_many_kernels_go_as_the_limit_asks_and_no_more() {
     assert_eq!((there, notes.exists()), ([false, false, true, true], true));
 }
 
-/// A program that uses, in the same order each time, more kernels than there is room for.
+/// More kernels than fit are used in the same order twice: the second run finds as many as fit.
 #[test]
 fn a_second_run_of_more_kernels_than_there_is_room_for_finds_as_many_as_there_is_room_for() {
     let folder = tempfile::tempdir().unwrap();
@@ -435,7 +435,7 @@ fn a_second_run_of_more_kernels_than_there_is_room_for_finds_as_many_as_there_is
     assert!(others.iter().take(15).all(|kernel| disk.load(&KernelName::of(kernel)).is_some()));
 }
 
-/// A use by a clock that was wrong does not keep a kernel for ever.
+/// A use with a time in the future, from a wrong clock, does not keep a kernel for ever.
 #[test]
 fn a_use_in_the_far_future_is_none() {
     let folder = tempfile::tempdir().unwrap();
@@ -469,7 +469,7 @@ fn what_an_earlier_cache_kept_unpacked_is_packed_when_it_is_used() {
     assert_eq!(disk.load(&name), None);
 }
 
-/// A cut file, a kernel under another kernel's name, and a file that is no kernel are each compiled anew and
+/// A truncated file, a kernel under another kernel's name, and a file that is no kernel are each compiled anew and
 /// replaced.
 #[test]
 fn a_file_that_is_cut_or_of_another_kernel_is_not_taken() {
@@ -501,7 +501,7 @@ fn a_process_that_stores_beyond_the_limit() {
     for i in 100..140 {
         let kernel = made(&format!("own {i}"));
         disk.store(&kernel).unwrap();
-        // Another process may have made room with it; what is there is whole.
+        // Another process may have removed this kernel to make room; a file that is there is complete.
         assert!(disk.load(&KernelName::of(&kernel)).is_none_or(|read| read == *kernel));
         let path = disk.path(&KernelName::of(&kernel));
         let then = std::time::SystemTime::now() - std::time::Duration::from_secs(2 * DAY);
@@ -527,7 +527,7 @@ fn processes_that_make_room_at_once_keep_what_there_is_room_for() {
     let whole = (100..140).filter(|i| disk.load(&KernelName::of(&made(&format!("own {i}")))).is_some());
     let (whole, files) = (whole.count(), std::fs::read_dir(disk.folder()).unwrap().count());
     assert_eq!(whole, files, "files that are no whole kernels");
-    // Each process may write one that the others have not yet counted, and each makes room for it.
+    // Each process may write a kernel that the others have not yet counted, and each then makes room for its own.
     assert!((7..=13).contains(&whole), "{whole} of 10");
 }
 
@@ -562,7 +562,7 @@ fn a_lock_that_stays_held_is_named_once_and_then_gone_without() {
     assert_eq!(lines.len(), 2, "{lines:?}");
     assert!(lines.iter().all(|line| line.contains(&path)), "{lines:?}");
 
-    // The whole of it: the kernel is compiled, and kept for those who come later.
+    // The full search: the kernel is compiled, and stored for later processes.
     let cache = Cache { disk: Some(disk.clone()), ..Cache::new(Vec::new(), None) };
     let (kernel, from) = cache.get(&job("one"), || Ok(Counting::default())).unwrap();
     assert_eq!(kernel, made("one"));
@@ -597,7 +597,7 @@ fn beyond_its_limit_the_cache_forgets_what_was_unused_for_longest() {
     let disk = Disk::with_limit(folder.path(), 2 * size_of(&kernels[0]) + SLACK);
     store_aged(&disk, &kernels[0], 4 * DAY);
     store_aged(&disk, &kernels[1], 3 * DAY);
-    // A use makes the older one the younger.
+    // Using the older kernel makes it the younger one.
     assert!(disk.load(&KernelName::of(&kernels[0])).is_some());
     disk.store(&kernels[2]).unwrap();
     let there = kernels.each_ref().map(|kernel| disk.load(&KernelName::of(kernel)).is_some());

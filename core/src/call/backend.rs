@@ -1,4 +1,5 @@
-//! The trait of a backend, without generics, so that one can be chosen at run time; and a device's memory.
+//! The trait of a backend, without generics so that a backend can be chosen at run time, and the trait of device
+//! memory.
 
 use bytemuck::AnyBitPattern;
 
@@ -21,9 +22,9 @@ use crate::tune::Tune;
 /// The interface that a vendor implements so that its devices run attention; a user has a
 /// [`Device`](crate::Device).
 ///
-/// A backend plans: it chooses a kernel, or refuses with the number that it does not take, and returns what launches
-/// it. All else is core's. [`Plan::run`](crate::Plan::run) checks the operands and the lengths, returns at once from
-/// calls that write nothing, clears what the workspace wants zero, and only then calls
+/// A backend plans: it chooses a kernel and returns its launcher, or refuses and names the value that it does not
+/// support. Core does the rest. [`Plan::run`](crate::Plan::run) checks the operands and the lengths, returns at
+/// once from calls that write nothing, clears the part of the workspace that must be zero, and only then calls
 /// [`Launch::launch`](crate::Launch::launch).
 ///
 /// # Safety
@@ -76,13 +77,12 @@ pub unsafe trait FmhaBackend: Send + Sync {
         None
     }
 
-    /// Itself as something whose tiles can be measured, if they can.
+    /// The backend's interface to measure tiles, if it has tiles to measure.
     fn tuner(&self) -> Option<&dyn Tune> {
         None
     }
 
-    /// The driver's queues. `None`: the backend computes in host memory before it returns; or its memory is a
-    /// device's, and it only plans.
+    /// The driver's queues. `None` if the backend computes in host memory before it returns, or if it only plans.
     fn queues(&self) -> Option<&dyn Queues> {
         None
     }
@@ -90,55 +90,56 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// The device's memory.
     fn memory(&self) -> &dyn DeviceMemory;
 
-    /// The backend's part in memory that processes of a host share, if it has one.
+    /// The backend's interface to memory that processes of one host share, if it has one.
     fn peers(&self) -> Option<&dyn Peers> {
         None
     }
 
-    /// Chooses a forward kernel, and loads it where there is a device; may take seconds the first time.
+    /// Chooses a forward kernel, and loads it if there is a device. The first time this may take seconds.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with every refusal, or what the compiler or driver said.
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>>;
 
-    /// Whether it knows of scores and masks as code ([`Code`](crate::Code)), and refuses by a kernel's name what it
-    /// does not compute. A backend that does not is given no problem with either.
+    /// Whether the backend handles scores and masks as code ([`Code`](crate::Code)), and refuses by kernel name
+    /// those that it cannot compute. If false, core gives it no such problem.
     fn takes_code(&self) -> bool {
         false
     }
 
-    /// Whether it knows of lists of keys ([`KeyLists`](crate::KeyLists)), and refuses by a kernel's name what it does
-    /// not compute. A backend that does not is given no problem with lists.
+    /// Whether the backend handles lists of keys ([`KeyLists`](crate::KeyLists)), and refuses by kernel name those
+    /// that it cannot compute. If false, core gives it no such problem.
     fn takes_lists(&self) -> bool {
         false
     }
 
-    /// Whether it knows of a second cache ([`SecondCache`](crate::SecondCache)), and refuses by a kernel's name what it
-    /// does not compute. A backend that does not is given no problem with one.
+    /// Whether the backend handles a second cache ([`SecondCache`](crate::SecondCache)), and refuses by kernel name
+    /// those that it cannot compute. If false, core gives it no such problem.
     fn takes_second(&self) -> bool {
         false
     }
 
-    /// Whether it knows of rows of bytes with scales of their own ([`CacheRows`](crate::CacheRows)), and refuses by a
-    /// kernel's name what it does not read. A backend that does not is given no problem with them.
+    /// Whether the backend handles a cache whose rows are bytes that include their own scales
+    /// ([`CacheRows`](crate::CacheRows)), and refuses by kernel name those that it cannot read. If false, core
+    /// gives it no such problem.
     fn takes_cache_rows(&self) -> bool {
         false
     }
 
-    /// Whether it knows of masks as data ([`Masks`](crate::Masks)), and refuses by a kernel's name what it does not
-    /// read. A backend that does not is given no problem with any.
+    /// Whether the backend handles masks as data ([`Masks`](crate::Masks)), and refuses by kernel name those that
+    /// it cannot read. If false, core gives it no such problem.
     fn takes_masks(&self) -> bool {
         false
     }
 
-    /// Whether it knows of small outputs ([`SmallOutputs`](crate::SmallOutputs)), and refuses by a kernel's name what
-    /// it does not write. A backend that does not is given no problem with any.
+    /// Whether the backend handles small outputs ([`SmallOutputs`](crate::SmallOutputs)), and refuses by kernel
+    /// name those that it cannot write. If false, core gives it no such problem.
     fn takes_outputs(&self) -> bool {
         false
     }
 
-    /// Whether it knows of scales by blocks ([`BlockScales`](crate::BlockScales)), and refuses by a kernel's name what
-    /// it does not compute. A backend that does not is given no problem with any.
+    /// Whether the backend handles scales by blocks ([`BlockScales`](crate::BlockScales)), and refuses by kernel
+    /// name those that it cannot compute. If false, core gives it no such problem.
     fn takes_block_scales(&self) -> bool {
         false
     }
@@ -155,7 +156,8 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// As [`plan_fwd`](Self::plan_fwd).
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>>;
 
-    /// Chooses a kernel that chooses keys. A backend that has none refuses by its name.
+    /// Plans a choice: a kernel that selects keys or blocks for each query. A backend without such a kernel
+    /// refuses, with its name in the error.
     ///
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
@@ -180,16 +182,16 @@ pub trait DeviceMemory: Send + Sync {
     /// Memory space in which arguments of this backend lie.
     fn space(&self) -> MemorySpace;
 
-    /// New memory of bytes whose type is not told, all 0: safe code may read it. It is aligned to 256 bytes at least.
+    /// Allocates zeroed bytes without an element type, aligned to 256 bytes at least. Safe code may read them.
     ///
     /// # Errors
     /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer>;
 
-    /// Does what [`alloc`](Self::alloc) does without clearing, where that is less work.
+    /// Allocates like [`alloc`](Self::alloc), but may skip the clearing.
     ///
     /// # Safety
-    /// What it holds may be another process's: no safe code reads a byte of it that nobody has written.
+    /// The memory may hold another process's data: safe code must not read a byte before it is written.
     ///
     /// # Errors
     /// As [`alloc`](Self::alloc).
@@ -197,8 +199,8 @@ pub trait DeviceMemory: Send + Sync {
         self.alloc(bytes)
     }
 
-    /// New memory for a plan's [`workspace`](crate::Plan::workspace); none for 0 bytes. A device's may hold what other
-    /// processes have left, so it is [`ElemType::Scratch`]: neither a call nor a download reads it.
+    /// New memory for a plan's [`workspace`](crate::Plan::workspace); none for 0 bytes. Device memory may hold data
+    /// of other processes, so its type is [`ElemType::Scratch`]: neither a call nor a download reads it.
     ///
     /// # Errors
     /// As [`alloc`](Self::alloc).
@@ -206,17 +208,17 @@ pub trait DeviceMemory: Send + Sync {
         if workspace.bytes == 0 {
             return Ok(None);
         }
-        // SAFETY: what is scratch is neither downloaded nor an input of a call.
+        // SAFETY: memory of type Scratch is neither downloaded nor an input of a call.
         Ok(Some(unsafe { self.alloc_uncleared(workspace.bytes) }?.typed(ElemType::Scratch)))
     }
 
-    /// Copies `bytes` to the front of `to`. Callers have [`upload`](#method.upload), which knows types.
+    /// Copies `bytes` to the front of `to`. Callers use [`upload`](#method.upload), which sets the type.
     ///
     /// # Errors
     /// [`Error::Problem`] when `to` is too small, or what the driver said.
     fn upload_bytes(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()>;
 
-    /// Makes all bytes of `buffer` 0, and waits for that. Where nothing better is known the zeros are uploaded.
+    /// Sets all bytes of `buffer` to 0, and waits until that is done. The default implementation uploads zeros.
     ///
     /// # Errors
     /// As [`upload_bytes`](Self::upload_bytes), and [`Error::System`] where the host has no room for the zeros.
@@ -225,21 +227,21 @@ pub trait DeviceMemory: Send + Sync {
         self.upload_bytes(&zeros, buffer)
     }
 
-    /// Copies the front of `from` to `bytes`. Callers have [`download`](#method.download), which knows types.
+    /// Copies the front of `from` to `bytes`. Callers use [`download`](#method.download), which checks the type.
     ///
     /// # Errors
     /// [`Error::Problem`] when `from` is too small, or what the driver said.
     fn download_bytes(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()>;
 
-    /// Whether it refuses every access outside an allocation, to the byte: emulated memory does. Tests then give
-    /// each tensor an allocation of its own extent, so that a read past its end is found.
+    /// Whether this memory refuses every access outside an allocation, to the byte, as emulated memory does. Tests
+    /// then give each tensor an allocation of exactly its extent, so that a read past its end is found.
     fn checks_bounds(&self) -> bool {
         false
     }
 
-    /// New memory that ends (`at_end`) or begins beside addresses where every access stops the work: for tests, since
-    /// it may take megabytes. Aligned to 16 bytes, so up to 15 bytes may lie before that end. `None` where the memory
-    /// has no such places, or checks bounds anyway.
+    /// Allocates memory next to unmapped addresses, which follow its end (`at_end`) or precede its begin, so that
+    /// an access outside faults. For tests, since it may take megabytes. Aligned to 16 bytes, so up to 15 unused
+    /// bytes may lie before the end. `None` if the device cannot do this, or checks bounds anyway.
     ///
     /// # Errors
     /// As [`alloc`](Self::alloc).
@@ -265,7 +267,7 @@ impl dyn DeviceMemory + '_ {
         Ok(self.alloc(count.saturating_mul(elem.size_bytes()))?.typed(elem))
     }
 
-    /// New memory with these elements, whose type it keeps.
+    /// Allocates memory, copies these elements into it and sets its type to theirs.
     ///
     /// # Errors
     /// As [`alloc`](DeviceMemory::alloc) and [`upload`](#method.upload).
@@ -275,8 +277,8 @@ impl dyn DeviceMemory + '_ {
         Ok(buffer)
     }
 
-    /// Copies `elems` to the front of `to`, which has their type from then on: a call refuses it where its problem has
-    /// another. Bytes leave the type of `to` as it is, but for one that a call had told.
+    /// Copies `elems` to the front of `to`, which then has their type: a call whose problem has another type
+    /// refuses the buffer. Elements of type `u8` leave the type of `to` as it is, unless a call had set it.
     ///
     /// # Errors
     /// [`Error::Problem`] when `to` is too small, or what the driver said.
@@ -288,7 +290,7 @@ impl dyn DeviceMemory + '_ {
         Ok(())
     }
 
-    /// Copies the front of `from` to `elems`. Bytes take elements of every type.
+    /// Copies the front of `from` to `elems`. Bytes (`u8`) may be read from elements of every type.
     ///
     /// # Errors
     /// [`Error::Problem`] when `from` is too small, has elements of another type or is a workspace; or what the driver
@@ -316,8 +318,8 @@ pub(crate) fn zeros(purpose: &str, bytes: u64) -> Result<Vec<u8>> {
     Ok(buffer)
 }
 
-/// Memory that a [`DeviceMemory`] gave out; goes back when dropped. It knows the type of what was uploaded,
-/// of what it was [made for](DevBuffer::typed), or of what a call wrote last, and so do its slices.
+/// Memory that a [`DeviceMemory`] allocated, freed when dropped. The buffer and its slices have an element type:
+/// that of the upload, of [`typed`](DevBuffer::typed), or of the last call that wrote the buffer.
 pub struct DevBuffer {
     space: MemorySpace,
     ptr: *mut u8,
@@ -326,14 +328,14 @@ pub struct DevBuffer {
     free: Option<Box<dyn FnOnce(*mut u8) + Send>>,
 }
 
-// SAFETY: it owns its memory alone; the pointer is only handed out for launches and copies.
+// SAFETY: the buffer is the only owner of its memory; the pointer is only used for launches and copies.
 unsafe impl Send for DevBuffer {}
-// SAFETY: it owns its memory alone; the pointer is only handed out for launches and copies.
+// SAFETY: the buffer is the only owner of its memory; the pointer is only used for launches and copies.
 unsafe impl Sync for DevBuffer {}
 
 impl DevBuffer {
-    /// Takes charge of `bytes` at `ptr`; `free` gives them back. Their type is not told:
-    /// [`typed`](Self::typed) tells it.
+    /// Takes ownership of `bytes` at `ptr`; `free` frees them. The element type is unknown until
+    /// [`typed`](Self::typed) sets it.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is memory of `space` that nobody else uses and that lives until `free`
@@ -363,7 +365,7 @@ impl DevBuffer {
         }
     }
 
-    /// The type of its elements.
+    /// The type of the buffer's elements.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem.read()
@@ -422,11 +424,11 @@ pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error
     Error::Unsupported { backend: backend.to_owned(), refusals }
 }
 
-/// Refuses a problem with lists of keys, a second cache or rows of bytes for each kernel of a backend that knows of
-/// none.
+/// Refuses a problem with lists of keys, a second cache or rows of bytes for each kernel of a backend that does not
+/// handle them.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with a refusal a kernel.
+/// [`Error::Unsupported`] with one refusal for each kernel.
 pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
     let Some(fwd) = problem.forward() else { return Ok(()) };
     let refused = |kernel| {
@@ -439,10 +441,10 @@ pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Resul
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }
 
-/// Refuses a problem with scales by blocks for each kernel of a backend that knows of none.
+/// Refuses a problem with scales by blocks for each kernel of a backend that does not handle them.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with a refusal a kernel.
+/// [`Error::Unsupported`] with one refusal for each kernel.
 pub fn refuse_block_scales<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
     let Some(fwd) = problem.forward().filter(|_| !backend.takes_block_scales()) else { return Ok(()) };
     let refused = |kernel| fwd.refuse_block_scales(kernel).err();
@@ -450,10 +452,10 @@ pub fn refuse_block_scales<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }
 
-/// Refuses a problem with small outputs for each kernel of a backend that knows of none.
+/// Refuses a problem with small outputs for each kernel of a backend that does not handle them.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with a refusal a kernel.
+/// [`Error::Unsupported`] with one refusal for each kernel.
 pub fn refuse_outputs<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
     if backend.takes_outputs() {
         return Ok(());
@@ -463,11 +465,11 @@ pub fn refuse_outputs<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Res
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }
 
-/// Refuses a problem with a score or a mask as code, or with masks as data, for each kernel of a backend that knows
-/// of none.
+/// Refuses a problem with a score or a mask as code, or with masks as data, for each kernel of a backend that does
+/// not handle them.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with a refusal a kernel.
+/// [`Error::Unsupported`] with one refusal for each kernel.
 pub fn refuse_code<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
     let code = problem.code().filter(|_| !backend.takes_code());
     let masks = problem.masks().filter(|_| !backend.takes_masks());

@@ -59,8 +59,8 @@ pub fn check_lengths(
     masks.map_or(Ok(()), |masks| check_masks(problem, &copied, masks, read))
 }
 
-/// Checks that no list is said to have more entries than it has. A run takes such a number for `topk`; it is the sign
-/// of a fault all the same.
+/// Checks that no `topk_length` exceeds the list's capacity. A run clamps such a number to `topk`, but it is a sign
+/// of a fault.
 fn check_list_lengths(lengths: &[u8], topk: u32) -> Result<(), ProblemError> {
     let numbers = lengths.chunks_exact(4).filter_map(|bytes| bytes.try_into().ok().map(i32::from_ne_bytes));
     match numbers.enumerate().find(|&(_, length)| i64::from(length) > i64::from(topk)) {
@@ -99,7 +99,7 @@ mod tests {
         head_dim_v: 8,
     };
 
-    /// Copies, as a device's download would, and counts the bytes.
+    /// Checks the lengths, with copies that work like a device's download, and counts the copied bytes.
     fn check(problem: &FwdProblem, seq: &SeqArgs<'_>) -> (Result<()>, usize) {
         let mut read = 0;
         let checked = check_lengths(problem, seq, None, |slice, bytes| {
@@ -125,7 +125,7 @@ mod tests {
     fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
         let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
         let problem = problem.clone().seqused_k(true);
-        // Entries beyond the used ones are wrong, and not read.
+        // Entries beyond the used ones are invalid here, and must not be read.
         let (cu, used, pages) = (&[0, 3, 7, -1, -1], &[5, 6, -1], &[0, 1, 2, 3, 3, 0, -1]);
         let (checked, read) = check(&problem, &lengths(cu, used, pages));
         checked.unwrap();
@@ -172,7 +172,7 @@ mod tests {
         lists.length = crate::ListLength::Token;
         let problem = FwdProblem::batch(DType::F16, DIMS).lists(lists);
         for (lengths, wrong) in [
-            // The last is beyond the tokens, and not read.
+            // The last entry is beyond the tokens, and must not be read.
             ([3, 0, -1, 2, 3, 3, 1, 3, 9], None),
             ([3, 0, -1, 2, 3, 4, 1, 3, 0], Some("topk_length[5] 4 is above topk 3")),
         ] {

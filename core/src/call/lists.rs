@@ -1,4 +1,4 @@
-//! Lists of keys, where code runs: on the host, and what a kernel reads of them.
+//! Lists of keys at run time: on the host, and the parameters that a kernel reads.
 
 use crate::abi::{AbiStruct as _, DevPtr};
 use crate::abi_struct;
@@ -14,12 +14,12 @@ pub struct HostLists<'a> {
     lists: KeyLists,
     indices: &'a [u8],
     lengths: &'a [u8],
-    /// Tokens of a sequence in `topk_length`; the batch index is 0 where they are packed.
+    /// Number of `topk_length` entries for each sequence; with packed rows the batch index is 0.
     rows: u32,
 }
 
 impl<'a> HostLists<'a> {
-    /// The lists of a call; `None` where it has none.
+    /// The lists of a call; `None` if it has no lists.
     ///
     /// # Errors
     /// `indices` or `topk_length` that are missing, too small, or not in host memory.
@@ -33,8 +33,8 @@ impl<'a> HostLists<'a> {
         Ok(Some(Self { lists, indices, lengths, rows }))
     }
 
-    /// The keys that query `i` names of a kv head, in the order of its list: positions, or addresses of the pool of
-    /// pages that `span` then stands for. What is absent is left out, what stands twice is there twice.
+    /// The keys that query `i` lists for a kv head, in the order of its list: positions, or addresses in the page
+    /// pool if `span` stands for the pool. Absent entries are left out; duplicates stay.
     pub fn row(&self, span: &SeqSpan, i_head_kv: u32, i: u32, to: &mut Vec<u32>) {
         to.clear();
         let lists = &self.lists;
@@ -62,9 +62,10 @@ impl<'a> HostLists<'a> {
 abi_struct! {
     /// Parameters of a kernel over lists of keys, beside its [`FwdParams`](crate::abi::FwdParams).
     pub struct ListParams {
-        /// Entry e of the list of row i and kv head h of sequence b at `b * batch + i * row + h * head + e`.
+        /// Pointer to the lists: entry e of row i and kv head h of sequence b is at `b * batch + i * row + h * head
+        /// + e`.
         pub indices: DevPtr<i32>,
-        /// Entries in use of each sequence or row; null: all of them.
+        /// Entries in use of each sequence or row; null if all are in use.
         pub topk_length: DevPtr<i32>,
         /// Stride from sequence to sequence; 0 where rows are packed.
         pub batch: i64,
@@ -72,25 +73,25 @@ abi_struct! {
         pub row: i64,
         /// Stride from kv head to kv head.
         pub head: i64,
-        /// Bytes of a key's row where the cache has rows of bytes, else 0.
+        /// Bytes of a key's row if the cache has rows of bytes, otherwise 0.
         pub row_bytes: i64,
         /// Entries of a list.
         pub topk: i32,
-        /// Keys that an entry stands for.
+        /// Number of keys for which one list entry stands.
         pub block: i32,
         /// 1 where entries are addresses.
         pub addresses: i32,
-        /// 1 where `topk_length` has a number for each row.
+        /// 1 if `topk_length` has one number for each row.
         pub length_per_token: i32,
-        /// 1 where LSE is that of the keys alone.
+        /// 1 if LSE leaves out the sink.
         pub lse_without_sink: i32,
-        /// 1 where there is no list: the keys of the band, and of intervals.
+        /// 1 if there is no list: the keys are those of the mask's band and of intervals.
         pub whole: i32,
     }
 }
 
-/// The lists of a call as a kernel has them; its arguments have passed their check. A call without lists has
-/// lists of no entries.
+/// The parameters for the lists of a call whose arguments passed their check. A call without lists gets lists of no
+/// entries.
 #[must_use]
 pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ListParams {
     let address = |slice: Option<&DevSlice<'_>>| DevPtr::new(slice.map_or(0, |slice| slice.as_ptr() as u64));
@@ -116,14 +117,14 @@ pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ListParams {
     }
 }
 
-/// `fmha/lists.h`: what this file shares with the device.
+/// `fmha/lists.h`: the types that this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
     let definitions = [ListParams::c_definition()];
     Header::shared("fmha/lists.h", "fmha", &["fmha/params.h"], &definitions)
 }
 
-/// Number `at`; absent, or no entries, beyond the end.
+/// The `at`-th i32 of `bytes`; -1 or 0 entries beyond the end.
 fn number(bytes: &[u8], at: usize) -> i32 {
     bytes.get(at * 4..at * 4 + 4).map_or(-1, bytemuck::pod_read_unaligned)
 }

@@ -1,4 +1,4 @@
-//! Mask objects: masks as data that are copied and listed once, for many calls.
+//! Mask objects: masks as data that are copied and turned into lists once, and used by many calls.
 
 use crate::args::{DevSlice, ElemType, MaskArgs, SeqArgs, check_build, mask_tensors};
 use crate::backend::DevBuffer;
@@ -10,7 +10,7 @@ use crate::layout::Totals;
 use crate::plan::{BwdPlan, FwdPlan, Plan};
 use crate::problem::{Code, FwdProblem};
 
-/// Rows of a tile: queries or keys. The list of a tile has blocks of the other.
+/// Whether a tile's rows are queries or keys. The list of a tile has blocks of the other kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileOf {
     /// Queries, as forward.
@@ -19,17 +19,17 @@ pub enum TileOf {
     Keys,
 }
 
-/// Lists of tiles that a kernel walks under masks: of each tile the blocks that it sees. Two kernels of one problem
-/// with the same `of` and `block` walk the same lists.
+/// Lists of tiles that a kernel reads under masks: for each tile, the blocks that it sees. Two kernels of one
+/// problem with equal `of` and `block` read the same lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileLists {
     /// Rows of a tile: queries or keys.
     pub of: TileOf,
-    /// Queries and keys of a tile and its blocks.
+    /// Number of queries and of keys in a block.
     pub block: [i32; 2],
-    /// Whether each block has its place in an order of the tiles that have it.
+    /// Whether each block also has its rank among the tiles that contain it, for ordered sums.
     pub is_ordered: bool,
-    /// Memory that they take, from an address that is a multiple of [`ALIGN`](Self::ALIGN) on.
+    /// Bytes of the lists, from an address that is a multiple of [`ALIGN`](Self::ALIGN).
     pub bytes: u64,
 }
 
@@ -49,7 +49,7 @@ impl TileLists {
     }
 }
 
-/// The making of lists, as [`Launch::build_list`](crate::Launch::build_list) takes it.
+/// Arguments of [`Launch::build_list`](crate::Launch::build_list), which makes lists.
 #[derive(Debug)]
 pub struct ListsCall<'a, P: Problem> {
     /// The problem that was planned.
@@ -62,7 +62,7 @@ pub struct ListsCall<'a, P: Problem> {
     pub numbers: &'a [Number],
     /// Which of the plan's lists.
     pub list: TileLists,
-    /// Where they go.
+    /// Address to which the lists are written.
     pub address: u64,
     /// The queue, by the driver's own handle.
     pub stream: u64,
@@ -71,10 +71,11 @@ pub struct ListsCall<'a, P: Problem> {
 /// Masks as data, built once and used by many calls, forward and backward: copies of their tensors, and the lists of
 /// tiles that kernels walk.
 ///
-/// [`build`](Self::build) copies and lists; [`args`](Self::args) are the masks of a call. A call reads what was last
-/// built: until the next `build` a change of the tensors changes nothing, and a call makes no lists of its own. Calls
-/// only read the object, so several may share it at a time; whoever builds waits for those on other streams. The
-/// sequences of a call have the lengths that the object was built with: on a device nobody compares them.
+/// [`build`](Self::build) copies and lists; [`args`](Self::args) are the masks of a call. A call reads what was
+/// last built: until the next `build` a change of the tensors changes nothing, and a call makes no lists of its
+/// own. Calls only read the object, so several may share it at a time; before a build the caller waits for calls on
+/// other streams. The sequences of a call must have the lengths that the object was built with: on a device this is
+/// not checked.
 ///
 /// ```no_run
 /// # use fmha_core::{BwdPlan, DevSlice, FwdArgs, FwdPlan, MaskArgs, MaskObject, SeqArgs, Stream};
@@ -102,11 +103,11 @@ pub struct MaskObject {
     numbers: Vec<Number>,
     memory: DevBuffer,
     is_built: bool,
-    /// Whether a build has run: its memory has lists, if those of another build.
+    /// Whether a build has run before, so that the memory has lists, even of an earlier build.
     has_lists: bool,
 }
 
-/// Copy of a tensor in the object's memory.
+/// Copy of a mask tensor in the object's memory.
 #[derive(Clone, Copy, Debug)]
 struct Copied {
     elem: ElemType,
@@ -115,8 +116,8 @@ struct Copied {
 }
 
 impl MaskObject {
-    /// An object for the calls of these plans, with memory of the device. Where both walk the same lists it has one;
-    /// else one for each. `totals`: rows of packed tensors, as in the calls.
+    /// An object for the calls of these plans, with memory of the device. If both plans read the same lists, the
+    /// object has them once, otherwise once for each plan. `totals`: rows of packed tensors, as in the calls.
     ///
     /// # Errors
     /// No plan; a problem without masks as data; plans whose masks, lengths, heads or device differ, with what differs;
@@ -174,9 +175,9 @@ impl MaskObject {
         Ok(object)
     }
 
-    /// Queues the copies of the tensors and the making of the lists, and returns; where there are no streams it is done
-    /// by then. A build that is not the first may be captured: each replay builds again, and until then calls read what
-    /// was built before. Wrong arguments queue nothing.
+    /// Queues the copies of the tensors and the making of the lists, and returns; without streams the work is done
+    /// at return. A build that is not the first may be captured: each replay builds again, and until then calls
+    /// read what was built before. Wrong arguments queue nothing.
     ///
     /// # Errors
     /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, and for lengths and tensors that do
@@ -219,7 +220,7 @@ impl MaskObject {
                  would walk lists that nobody has made",
             ));
         }
-        // A build that fails half way leaves new tensors beside old lists.
+        // A build that fails half way leaves new tensors beside old lists, so the object counts as not built.
         self.is_built = false;
         self.numbers = numbers.to_vec();
         for (copied, slice) in self.tensors.iter().zip(masks.tensors()) {
@@ -249,7 +250,7 @@ impl MaskObject {
         Ok(())
     }
 
-    /// Makes the lists of a plan that are not yet made.
+    /// Makes those lists of a plan that this build has not made yet.
     ///
     /// # Safety
     /// A live stream of the device; lengths and masks have passed the check.
@@ -299,13 +300,13 @@ impl MaskObject {
         unsafe { DevSlice::from_raw(self.memory.space(), at, copied.bytes, copied.elem) }
     }
 
-    /// Bytes of the device's memory that it takes.
+    /// Bytes of device memory that the object uses.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.memory.bytes()
     }
 
-    /// Address of the lists for tiles of such a shape; `None` where the object has none.
+    /// Address of the lists for tiles of this shape; `None` if the object has none.
     #[doc(hidden)]
     #[must_use]
     pub fn list_at(&self, of: TileOf, block: [i32; 2], is_ordered: bool) -> Option<u64> {
@@ -314,15 +315,16 @@ impl MaskObject {
         Some(self.memory.as_ptr() as u64 + place)
     }
 
-    /// All of its memory.
+    /// All of the object's memory.
     pub(crate) fn memory(&self) -> DevSlice<'_> {
         self.memory.slice()
     }
 
-    /// Whether calls of a plan may use it.
+    /// Checks that calls of a plan may use this object.
     ///
     /// # Errors
-    /// What differs; lists that the plan's kernel walks and the object does not have; that it was not built.
+    /// A difference of plan and object; lists that the plan's kernel reads and the object lacks; an object that was
+    /// not built.
     pub(crate) fn serves(
         &self,
         problem: &FwdProblem,
@@ -399,7 +401,8 @@ fn refused(text: &str) -> crate::error::Error {
     ProblemError::new("mask", text.to_owned()).into()
 }
 
-/// Refuses rows of packed tensors other than an object's. Masks do not depend on how many pages a cache has.
+/// Refuses packed tensors with other row counts than the object's. Masks do not depend on the number of cache
+/// pages.
 fn same_rows(own: Totals, given: Totals) -> Result<(), ProblemError> {
     for (name, own, given) in
         [("total_q", own.total_q, given.total_q), ("total_k", own.total_k, given.total_k)]

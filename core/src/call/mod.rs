@@ -1,4 +1,4 @@
-//! Calls that core has checked, as a vendor launches them.
+//! Calls that core has checked, in the form in which a vendor launches them.
 
 pub mod args;
 pub mod backend;
@@ -48,9 +48,8 @@ mod sealed {
     impl Sealed for crate::quantize::ValidQuantize {}
 }
 
-/// A validated problem of one operation: [`ValidFwd`], [`ValidBwd`], [`ValidCombine`],
-/// [`ValidChoose`]. It says which arguments its
-/// calls have, and how they are checked.
+/// A validated problem of one operation: [`ValidFwd`], [`ValidBwd`], [`ValidCombine`], [`ValidChoose`]. It defines
+/// which arguments its calls have, and how they are checked.
 pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`], [`ChooseArgs`],
     /// [`QuantizeArgs`].
@@ -59,7 +58,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// Operation of the problem.
     const OPERATION: Operation;
 
-    /// Whether the arguments fit: extents, alignment, memory, and no output over another operand.
+    /// Checks that the arguments fit: extents, alignment, memory, and no output over another operand.
     ///
     /// # Errors
     /// The first field that does not, with its number.
@@ -70,7 +69,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         space: MemorySpace,
     ) -> Result<(), ProblemError>;
 
-    /// The problems of the tables whose kernels a bundle has that differ from this one in sizes alone, nearest first.
+    /// Problems of the bundle tables that differ from this one in sizes alone, nearest first.
     #[doc(hidden)]
     fn of_other_sizes_in_tables(&self) -> Vec<Self> {
         Vec::new()
@@ -80,7 +79,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     const HAS_LENGTHS: bool;
 
-    /// The lengths of a call, and the problem that bounds them; none of a combine.
+    /// The lengths of a call, and the forward problem that limits them; `None` for a combine.
     #[doc(hidden)]
     fn lengths<'a>(&'a self, args: &'a Self::Args<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)>;
 
@@ -92,33 +91,35 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     fn is_empty(&self) -> bool;
 
-    /// Tells the buffers that a call writes the types of what it writes there.
+    /// Sets the element types of the buffers that a call writes.
     #[doc(hidden)]
     fn tell_types(&self, args: &Self::Args<'_>);
 
-    /// The problem of one sequence that stands for one of no sequences: kernels are made for one at least.
+    /// The problem with one sequence that is planned in place of a problem with none: kernels need one at least.
     ///
     /// # Errors
-    /// What that problem is refused for.
+    /// What makes that problem invalid.
     #[doc(hidden)]
     fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError>;
 
-    /// The problem whose bits a plan of this one has: of a quantised cache the same problem over the cache in Q's type.
+    /// The problem whose results are bit-equal to this one's: for a quantised cache, the problem with the cache in
+    /// Q's type.
     ///
     /// # Errors
-    /// What that problem is refused for.
+    /// What makes that problem invalid.
     #[doc(hidden)]
     fn of_wide_cache(&self) -> Result<Option<Self>, ProblemError> {
         Ok(None)
     }
 
-    /// Outputs that a call without a sequence sets to zero, as addresses and bytes: sums over all sequences.
+    /// Outputs that a call with no sequences sets to zero, as addresses and bytes: they are sums over all
+    /// sequences.
     #[doc(hidden)]
     fn sums_of_no_sequence(&self, _args: &Self::Args<'_>) -> Vec<(*mut u8, u64)> {
         Vec::new()
     }
 
-    /// Number of pieces in which the keys come while the call runs; 0: they are there before.
+    /// Number of pieces in which the keys arrive while the call runs; 0 if all keys are there before.
     #[doc(hidden)]
     fn arrivals(&self) -> u32 {
         0
@@ -130,7 +131,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
-    /// Refuses a problem for kernels that read K and V at once.
+    /// Refuses a problem for kernels that need all of K and V at their start.
     ///
     /// # Errors
     /// Pieces of keys that come while the call runs.
@@ -144,7 +145,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         }
     }
 
-    /// The forward problem that it has or is; none of a combine.
+    /// The forward problem inside this problem, or this problem itself; `None` for a combine.
     #[doc(hidden)]
     fn forward(&self) -> Option<&FwdProblem> {
         None
@@ -205,8 +206,8 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// Refuses a problem for kernels that compute functions, or read masks as data.
     ///
     /// # Errors
-    /// What neither is computed beside: a tree mask, a part of a larger call, whose places code would not
-    /// know, and lists of keys.
+    /// Features that such kernels do not combine with: a tree mask, lists of keys, and a part of a larger call,
+    /// since code would get wrong positions.
     #[doc(hidden)]
     fn refuse_beside_code(&self, _kernel: &str) -> Result<(), Refusal> {
         Ok(())
@@ -221,7 +222,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Ok(None)
     }
 
-    /// The arguments for as long as they are borrowed.
+    /// The arguments with the shorter lifetime of this borrow.
     #[doc(hidden)]
     fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
 }
@@ -302,7 +303,7 @@ impl Problem for ValidFwd {
     }
 
     fn is_empty(&self) -> bool {
-        // Without a query there may still be rows to append to K and V, and small outputs of more than rows.
+        // A call without queries may still append rows to K and V, and may have small outputs that are not per row.
         self.dims.batch == 0
             || self.dims.seqlen_q == 0
                 && self.cache.append.is_none()
@@ -420,7 +421,8 @@ impl Problem for ValidBwd {
     }
 
     fn is_empty(&self) -> bool {
-        // Without a query dK and dV are 0, and somebody has to write that; without a sequence, what all of them share.
+        // A call without queries must still write zeros to dK and dV; a call without sequences must write the
+        // gradients that all sequences share.
         self.fwd().dims.batch == 0 && self.dbias.is_none() && !self.write_dsink && self.dcaptured.is_empty()
     }
 
@@ -606,27 +608,27 @@ fn stretches(first: *mut u8, strides: Strides, shape: Shape, dtype: DType) -> Ve
 pub struct Call<'a, P: Problem> {
     /// The problem that was planned.
     pub problem: &'a P,
-    /// The operands: memory of the device, as large as the problem says, outputs disjoint from all else.
+    /// The operands: device memory of the sizes that the problem gives; outputs overlap nothing else.
     pub args: &'a P::Args<'a>,
-    /// The sequences, where the lengths lie in host memory and the operation has some; they are inside their tensors.
-    /// On a device the lengths may lie: see [`PlanOptions::check_lengths`](crate::PlanOptions::check_lengths).
+    /// The sequences, if the lengths lie in host memory and the operation has lengths; they are inside their
+    /// tensors. Lengths on a device are not checked here: see
+    /// [`PlanOptions::check_lengths`](crate::PlanOptions::check_lengths).
     pub spans: &'a [SeqSpan],
     /// The queue, by the driver's own handle. 0: the default one.
     pub stream: u64,
 }
 
-/// A backend's answer to a problem: what the plan reports, and what it launches.
+/// A backend's answer to a problem: the plan's description, and the launcher.
 pub struct Planned<P: Problem> {
-    /// Description of the plan, and what a caller must bring.
+    /// Description of the plan, with the workspace that a caller must provide.
     pub parts: PlanParts,
     /// Executable part of the plan.
     pub launch: Box<dyn Launch<P>>,
 }
 
-/// A chosen and loaded kernel. [`Plan::run`](crate::Plan::run) is the one who launches it, after all checks.
+/// A chosen and loaded kernel. Only [`Plan::run`](crate::Plan::run) launches it, after all checks.
 pub trait Launch<P: Problem>: Send + Sync {
-    /// Whether it takes the operands where they lie: what only the kernel knows of addresses. Comes before
-    /// anything is queued.
+    /// Checks the operands' addresses against the kernel's own requirements, before anything is queued.
     ///
     /// # Errors
     /// The operand, its address and the alignment that it lacks.
@@ -634,12 +636,12 @@ pub trait Launch<P: Problem>: Send + Sync {
         Ok(())
     }
 
-    /// Lists of tiles that the launches walk under masks; none where they ask each pair.
+    /// Lists of tiles that the launches read under masks; empty if the kernel evaluates the mask for each pair.
     fn tile_lists(&self) -> Vec<TileLists> {
         Vec::new()
     }
 
-    /// Queues what makes one of these lists in a mask object's memory.
+    /// Queues the kernels that make one of these lists in a mask object's memory.
     ///
     /// # Safety
     /// `call.problem` is the one that was planned, and its list is of [`tile_lists`](Self::tile_lists). Lengths and

@@ -1,11 +1,11 @@
-//! Services of a backend for ranks of one host: each other's memory, and words in it that their streams wait
-//! for.
+//! Services of a backend for ranks on one host: access to each other's memory, and flag words there that streams
+//! write and wait for.
 
 use crate::backend::DevBuffer;
 use crate::error::Result;
 
-/// A step of a stream that needs no kernel. Addresses are those of 32-bit words in a device's memory, this one's or an
-/// [imported](Peers::import) one.
+/// A step of a stream that needs no kernel. Addresses are those of 32-bit words in device memory, of this device or
+/// [imported](Peers::import).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
     /// Writes a value to a word, after everything that the stream has queued before is visible to every
@@ -13,27 +13,27 @@ pub enum Word {
     Write {
         /// The word.
         at: u64,
-        /// Value that the word gets.
+        /// Value to write to the word.
         value: u32,
     },
     /// Holds the stream until the word has this value.
     Await {
         /// The word, in this device's memory.
         at: u64,
-        /// Value that the stream waits for.
+        /// Value for which the stream waits.
         value: u32,
     },
 }
 
-/// Memory that several processes' devices share, copies by engines that take no multiprocessor, and words.
+/// Device memory that several processes share, copies by copy engines that use no multiprocessor, and flag words.
 pub trait Peers: Send + Sync {
-    /// Names a buffer of this device to other processes of the host, for as long as it lives.
+    /// Returns a name by which other processes of the host can import a buffer of this device while it lives.
     ///
     /// # Errors
     /// What the driver said.
     fn export(&self, buffer: &DevBuffer) -> Result<[u8; 64]>;
 
-    /// The address at which this device has the buffer that another process has exported.
+    /// Maps a buffer that another process has exported, and returns its address on this device.
     ///
     /// # Errors
     /// What the driver said: another host, a device without a link to this one, a buffer of this process.
@@ -48,7 +48,7 @@ pub trait Peers: Send + Sync {
     /// Queues a copy, of this device's memory or an imported one's, by a copy engine.
     ///
     /// # Safety
-    /// A live stream; `bytes` are there on both sides, and are the stream's to read and to write by then.
+    /// A live stream; `bytes` exist on both sides, and the stream may then read the source and write the target.
     ///
     /// # Errors
     /// What the driver said.
@@ -63,7 +63,7 @@ pub trait Peers: Send + Sync {
     /// What the driver said.
     unsafe fn words(&self, words: &[Word], stream: u64) -> Result<()>;
 
-    /// Reads a word of this device's memory, and waits for that; `stream` has no other work.
+    /// Reads a word of this device's memory, and waits for the result; `stream` has no other work.
     ///
     /// # Safety
     /// A live stream; the word is there.

@@ -4,10 +4,11 @@
 use crate::error::Result;
 
 /// A device's queues as its driver has them; users have [`Stream`](crate::Stream), [`Event`](crate::Event) and
-/// [`Recording`](crate::Recording), which own what is made here. A backend without any, as the CPU's, computes at once.
+/// [`Recording`](crate::Recording), which own the handles made here. A backend without queues, such as the CPU's,
+/// computes at once.
 ///
-/// In all of it a stream of 0 is the default one, and what is called a live handle is one that the same queues made and
-/// have not destroyed (or, of a stream, one that [`Stream::from_raw`](crate::Stream::from_raw) was promised).
+/// In every function stream 0 is the default stream, and a live handle is one that the same queues made and have
+/// not destroyed (or, of a stream, one that [`Stream::from_raw`](crate::Stream::from_raw) was promised).
 pub trait Queues: Send + Sync {
     /// A new queue of work, which does not wait for the default one.
     ///
@@ -30,30 +31,29 @@ pub trait Queues: Send + Sync {
     /// A live stream.
     ///
     /// # Errors
-    /// What the driver said, of that work too.
+    /// What the driver said, which includes failures of that work.
     unsafe fn synchronize(&self, stream: u64) -> Result<()>;
 
-    /// Queues zeros: in the order of `stream`, and as a part of what is captured from it.
+    /// Queues a fill with zeros, in the order of `stream`; a capture records it.
     ///
     /// # Safety
-    /// A live stream; `address .. address + bytes` is device memory that is the stream's to write by then.
+    /// A live stream; `address .. address + bytes` is device memory that the stream may write then.
     ///
     /// # Errors
     /// What the driver said.
     unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()>;
 
-    /// Queues a copy from device memory to device memory: in the order of `stream`, and as a part of what is captured
-    /// from it.
+    /// Queues a copy from device memory to device memory: in the order of `stream`; a capture records it.
     ///
     /// # Safety
-    /// A live stream; both are memory of the device, of `bytes` bytes that do not overlap; by then `from` is the
-    /// stream's to read and `to` its to write.
+    /// A live stream; both are memory of the device, of `bytes` bytes that do not overlap; the stream may then read
+    /// `from` and write `to`.
     ///
     /// # Errors
     /// What the driver said.
     unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, stream: u64) -> Result<()>;
 
-    /// Copies to the host, and waits for that.
+    /// Copies device memory to the host, and waits until the copy is done.
     ///
     /// # Safety
     /// `from .. from + to.len()` is device memory that no queued work writes.
@@ -74,7 +74,7 @@ pub trait Queues: Send + Sync {
     /// [`create_event`](Self::create_event) made it, and it is not used again.
     unsafe fn destroy_event(&self, event: u64);
 
-    /// The event is reached when the stream's work so far is done.
+    /// Records an event, which is reached when all work queued on the stream so far is done.
     ///
     /// # Safety
     /// Both are live.
@@ -89,7 +89,7 @@ pub trait Queues: Send + Sync {
     /// Both are live.
     ///
     /// # Errors
-    /// What the driver said, or that it cannot.
+    /// What the driver said, or that it has no events.
     unsafe fn wait_event(&self, stream: u64, event: u64) -> Result<()>;
 
     /// Waits until the event is reached.
@@ -98,7 +98,7 @@ pub trait Queues: Send + Sync {
     /// A live event.
     ///
     /// # Errors
-    /// What the driver said, of the work before it too.
+    /// What the driver said, which includes failures of the work before the event.
     unsafe fn synchronize_event(&self, event: u64) -> Result<()>;
 
     /// Seconds between two events that are reached.
@@ -110,13 +110,12 @@ pub trait Queues: Send + Sync {
     /// What the driver said.
     unsafe fn seconds_between(&self, start: u64, stop: u64) -> Result<f64>;
 
-    /// Whether there is a device whose clock it is: an emulated one has none, and its seconds are the
-    /// emulator's.
+    /// Whether the device has a clock of its own: an emulated device has none, and reports the emulator's seconds.
     fn has_clock(&self) -> bool {
         true
     }
 
-    /// Whether what is put on `stream` is recorded instead of run, whoever began that.
+    /// Whether work put on `stream` is recorded instead of run, no matter who began the recording.
     ///
     /// # Safety
     /// A live stream.
@@ -126,7 +125,7 @@ pub trait Queues: Send + Sync {
     unsafe fn is_capturing(&self, stream: u64) -> Result<bool>;
 
     /// Records what `queue` puts on `stream` instead of running it; other threads' calls do not disturb that. The
-    /// recording has ended when this returns, whatever it returns.
+    /// recording has ended when this function returns, also with an error.
     ///
     /// # Safety
     /// A live stream.
@@ -135,7 +134,7 @@ pub trait Queues: Send + Sync {
     /// What `queue` or the driver said.
     unsafe fn capture(&self, stream: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64>;
 
-    /// Queues what was recorded.
+    /// Queues the recorded work.
     ///
     /// # Safety
     /// Both are live; the memory that the recorded calls named is there, and nothing else uses it until the work is

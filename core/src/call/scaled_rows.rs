@@ -12,7 +12,7 @@ pub struct ScaledRows<'a> {
     format: BlockFormat,
     elements: &'a [u8],
     strides: Strides,
-    /// Whether elements of one byte are keys, and not neighbours in a row.
+    /// Whether the two elements in a byte belong to two keys, instead of being neighbours in a row.
     pairs_of_keys: bool,
     scales: &'a [u8],
     scale_strides: Strides,

@@ -1,4 +1,4 @@
-//! A second cache where code runs: its problem, lengths and places, and what a kernel reads of it.
+//! A second cache at run time: its problem, lengths and places, and the parameters that a kernel reads.
 
 use crate::abi::{AbiStruct as _, FwdParams};
 use crate::abi_struct;
@@ -11,19 +11,19 @@ use crate::problem::{FwdProblem, SecondCache};
 use crate::seq::{SeqSpan, checked_spans, spans};
 use crate::source::Header;
 
-/// A second cache of a call as a call over it alone would have it.
+/// A second cache, as the problem and arguments of a call on that cache alone.
 #[derive(Debug)]
 pub struct SecondCall<'a> {
     /// The problem over the second cache alone.
     pub problem: FwdProblem,
     /// Operands of the second cache.
     pub args: SecondArgs<'a>,
-    /// Lengths and places: the call's queries, the second cache's keys.
+    /// Lengths and places: queries of the call, keys of the second cache.
     pub seq: SeqArgs<'a>,
 }
 
 impl<'a> SecondCall<'a> {
-    /// The second cache of a call; `None` where it has none.
+    /// The second cache of a call; `None` if the call has one cache.
     ///
     /// # Errors
     /// Operands that are missing.
@@ -38,14 +38,14 @@ impl<'a> SecondCall<'a> {
         Ok(Some(Self { problem: second.alone(problem), seq: args.seq_beside(first), args }))
     }
 
-    /// The second cache that stands for none: of no keys, in the first's memory.
+    /// An empty second cache, for a call with one cache: it has no keys and points to the first cache's memory.
     fn empty(problem: &FwdProblem, args: &'a FwdArgs<'_>) -> Self {
         let second = SecondCache::new(problem, problem.layout.kv, 0);
         let seq = SeqArgs { seqused_q: args.seq.seqused_q, ..SeqArgs::default() };
         Self { problem: second.alone(problem), args: SecondArgs::new(args.k_slice(), None), seq }
     }
 
-    /// The sequences, whose keys are the second cache's.
+    /// The sequences, with keys of the second cache.
     ///
     /// # Errors
     /// A length, offset or page that is missing or wrong.
@@ -68,13 +68,13 @@ impl<'a> SecondCall<'a> {
     }
 }
 
-/// An error of the second cache, which says so.
+/// Marks an error as one of the second cache.
 pub(crate) fn named(error: ProblemError) -> ProblemError {
     let ProblemError { text, .. } = error;
     ProblemError::new("second", format!("second.{text}"))
 }
 
-/// An error of the second cache, which says so where the caller's numbers are at fault.
+/// Marks an error as one of the second cache, if the caller's numbers are at fault.
 pub(crate) fn of_second(error: Error) -> Error {
     match error {
         Error::Problem(error) => named(error).into(),
@@ -86,15 +86,15 @@ abi_struct! {
     /// Which keys of a cache a kernel walks, and where they lie: those of a list where `indices` is not null, else
     /// those of the band and of intervals.
     pub struct KeySetParams {
-        /// Places of its keys and queries.
+        /// Addresses and sizes of the second cache's keys, and the queries.
         pub call: FwdParams,
-        /// List of its keys.
+        /// Lists of the second cache's keys.
         pub lists: ListParams,
-        /// Intervals of its keys; no other mask as data.
+        /// Intervals of the cache's keys; other masks as data are not supported here.
         pub masks: MaskDataParams,
-        /// 1 where its keys are paged.
+        /// 1 where the second cache's keys are paged.
         pub is_paged: i32,
-        /// 1 where its keys are packed.
+        /// 1 where the second cache's keys are packed.
         pub is_packed: i32,
     }
 }
@@ -111,8 +111,8 @@ abi_struct! {
     }
 }
 
-/// Both caches of a call as a kernel has them; its arguments have passed their check. `None` for a call whose kernels
-/// take one cache ([`FwdProblem::walks_caches`]).
+/// The parameters of both caches of a call whose arguments passed their check. `None` for a call whose kernels read
+/// one cache ([`FwdProblem::walks_caches`]).
 #[must_use]
 pub fn two_caches_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<TwoCachesParams> {
     let call = match SecondCall::of(problem, args.second, &args.seq).ok()? {
@@ -134,7 +134,7 @@ pub fn two_caches_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Two
     })
 }
 
-/// `fmha/two_caches_params.h`: what this file shares with the device.
+/// `fmha/two_caches_params.h`: the types that this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
     let definitions = [KeySetParams::c_definition(), TwoCachesParams::c_definition()];
@@ -168,7 +168,7 @@ mod tests {
         FwdProblem::batch(DType::F32, DIMS)
     }
 
-    /// With a second cache of six keys a sequence that rows see whole.
+    /// Adds a second cache of six keys for each sequence, all visible to every row.
     fn both(problem: FwdProblem) -> FwdProblem {
         let second = SecondCache::new(&problem, KvLayout::Strided, 6);
         problem.second(second)

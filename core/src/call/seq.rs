@@ -1,11 +1,11 @@
-//! Sequences: equal, packed or paged, physical or logical, and where each one's rows lie.
+//! Sequences (of equal lengths, packed or paged; physical or logical) and where the rows of each lie.
 
 use crate::args::SeqArgs;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{KvLayout, QLayout, Totals};
 use crate::problem::FwdProblem;
 
-/// One sequence, resolved: where its rows start and how many are logical.
+/// One sequence, resolved: where its rows start, and its logical lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SeqSpan {
     /// The sequence's index: the batch coordinate of masks, biases, descales and dropout.
@@ -23,13 +23,13 @@ pub struct SeqSpan {
     pub k_row: u32,
     /// Logical keys, new ones included.
     pub seqlen_k: u32,
-    /// How many of them are in the cache before the call.
+    /// Number of the sequence's keys that are in the cache before the call.
     pub seqlen_cached: u32,
     /// The batch index to address k_new and v_new with: `i_batch`, or 0 when packed.
     pub new_batch: u32,
     /// First row in k_new and v_new.
     pub new_row: u32,
-    /// Rows of LSE to a head: `seqlen_q` of the problem, or the packed rows.
+    /// Number of LSE rows of a head: `seqlen_q` of the problem, or the packed rows.
     pub lse_rows: u32,
 }
 
@@ -42,25 +42,27 @@ impl SeqSpan {
     }
 }
 
-/// Treatment of a length or of appended rows that exceed the sequence's rows.
+/// How a length, or appended rows, beyond the sequence's physical rows are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lying {
-    /// The length is clamped to the rows that there are, as kernels do (`fmha/seq.h`, `fmha/update_cache.h`).
+    /// The length is clamped to the physical rows, as kernels do (`fmha/seq.h`, `fmha/update_cache.h`).
     Clamped,
     Refused,
 }
 
-/// Reads the lengths from host memory: every sequence inside its tensor and its maximum. A `seqused_q` or
-/// `seqused_k` beyond its sequence's rows counts as all of them, one below 0 as 0, and new rows that a cache
-/// has no room for are left out: what a GPU does, which no host waits for. [`checked_spans`] refuses these.
+/// Reads the lengths from host memory: every sequence inside its tensor and its maximum. Like on a GPU, where the
+/// host does not check lengths, a `seqused_q` or `seqused_k` above its sequence's rows counts as all rows, a
+/// negative one as 0, and new rows for which the cache has no room are left out. [`checked_spans`] refuses such
+/// lengths.
 ///
 /// # Errors
-/// The first offset that is missing, negative, decreasing or too large, or page that does not exist, with its index.
+/// The first offset that is missing, negative, decreasing or too large, or the first page that does not exist, with
+/// its index.
 pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, ProblemError> {
     resolve(problem, seq, Lying::Clamped)
 }
 
-/// Spans as [`spans`] gives them, where every length has to be right.
+/// Spans like those of [`spans`], but every length must be valid.
 ///
 /// # Errors
 /// As [`spans`], and the first length that is negative or too large, with its index.
@@ -95,7 +97,7 @@ fn resolve(problem: &FwdProblem, seq: &SeqArgs<'_>, lying: Lying) -> Result<Vec<
                 (seqlen_cached, room) = (keys, keys);
             }
             if lying == Lying::Clamped {
-                // A pool of no pages holds no keys.
+                // A pool of 0 pages holds no keys, so every length is 0.
                 if problem.layout.kv.page_size().is_some() && seq.totals.num_pages == Some(0) {
                     (seqlen_cached, room) = (0, 0);
                 }
@@ -133,20 +135,20 @@ fn resolve(problem: &FwdProblem, seq: &SeqArgs<'_>, lying: Lying) -> Result<Vec<
     Ok(spans)
 }
 
-/// Places of keys, for code that runs on the host.
+/// Places of keys (batch index or page, and row), for code that runs on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct KvRows<'a> {
     /// `page_size`, the block table's bytes, and its `max_pages`.
     pages: Option<(u32, &'a [u8], usize)>,
-    /// `page_size`, where a sequence's keys are those of all pages, in the order of their addresses.
+    /// `page_size`, if a sequence's keys are the rows of all pages, in the order of their addresses.
     pool: Option<u32>,
 }
 
 impl<'a> KvRows<'a> {
-    /// Those of a problem whose K and V are not paged: [`SeqSpan`] has all that there is to know.
+    /// Places for a problem whose K and V are not paged: [`SeqSpan`] has all that is needed.
     pub const UNPAGED: Self = Self { pages: None, pool: None };
 
-    /// Those of a call. Their entries are checked by [`spans`] and [`checked_spans`].
+    /// Places of a call's keys. The block table's entries are checked by [`spans`] and [`checked_spans`].
     ///
     /// # Errors
     /// A block table that is missing, too small, or not in host memory.
@@ -181,7 +183,7 @@ impl<'a> KvRows<'a> {
         }
     }
 
-    /// How many keys from `j` on lie one row after another.
+    /// Number of keys from `j` on that lie in consecutive rows.
     #[must_use]
     #[inline]
     pub fn run(&self, span: &SeqSpan, j: u32) -> u32 {
@@ -197,8 +199,8 @@ impl<'a> KvRows<'a> {
         bytes.get(at..at + 4).map_or(-1, bytemuck::pod_read_unaligned)
     }
 
-    /// No two new rows go to one row of the cache: sequences may share pages that they read, not pages
-    /// that they write.
+    /// Checks that no two new rows are written to one row of the cache: sequences may share pages that they read,
+    /// but not pages that they write.
     fn check_written_once(&self, spans: &[SeqSpan]) -> Result<(), ProblemError> {
         if self.pages.is_none() {
             return Ok(());
@@ -219,7 +221,7 @@ impl<'a> KvRows<'a> {
         }
     }
 
-    /// Every entry that some key needs is a page.
+    /// Checks that every block table entry that a key needs is a page.
     fn check(&self, spans: &[SeqSpan], totals: Totals) -> Result<(), ProblemError> {
         let Some((page_size, _, max_pages)) = self.pages else { return Ok(()) };
         let num_pages = totals.num_pages.unwrap_or(0);
@@ -245,7 +247,8 @@ impl<'a> KvRows<'a> {
     }
 }
 
-/// The keys of all pages, where lists name them by their addresses: each sequence has all of them.
+/// Number of keys in all pages, if lists name keys by addresses: each sequence may then read every page. Otherwise
+/// `None`.
 fn pool_keys(problem: &FwdProblem, totals: Totals) -> Result<Option<u32>, ProblemError> {
     let Some(page_size) = problem.layout.kv.page_size().filter(|_| problem.lists_addresses()) else {
         return Ok(None);
@@ -262,7 +265,7 @@ fn pool_keys(problem: &FwdProblem, totals: Totals) -> Result<Option<u32>, Proble
     }
 }
 
-/// The last position that a query or a new key stands at is in the tables.
+/// Checks that the last position of a query or of a new key is inside the rotary tables.
 fn check_positions(problem: &FwdProblem, spans: &[SeqSpan], max_pos: u32) -> Result<(), ProblemError> {
     for span in spans {
         let queries = if problem.positions_advance() { span.seqlen_q } else { span.seqlen_q.min(1) };
@@ -280,7 +283,7 @@ fn check_positions(problem: &FwdProblem, spans: &[SeqSpan], max_pos: u32) -> Res
 
 /// Number of appended rows of each sequence, and their places.
 struct NewRows {
-    /// `cu_seqlens_new`, where they are packed.
+    /// `cu_seqlens_new`, where new rows are packed.
     cu: Option<Vec<i32>>,
     seqlen_new: u32,
     total: u32,
@@ -301,7 +304,7 @@ impl NewRows {
         })
     }
 
-    /// The batch index, the first row, and how many.
+    /// The batch index, the first row and the number of new rows of a sequence.
     fn rows(&self, i_batch: u32) -> Result<(u32, u32, u32), ProblemError> {
         let side = Side {
             cu_name: "cu_seqlens_new",
@@ -323,7 +326,7 @@ struct Side {
 }
 
 impl Side {
-    /// Physical rows of one sequence, as far as they may be used. The offsets have been checked.
+    /// Physical rows that one sequence may use. The offsets have been checked.
     fn room(&self, i: usize, cu: Option<&[i32]>) -> u32 {
         let physical = cu.map_or(self.longest, |cu| (cu[i + 1] - cu[i]).unsigned_abs());
         physical.min(self.longest)
@@ -381,7 +384,7 @@ impl Side {
     }
 }
 
-/// `count` i32 from host memory, or `None` where the problem has none.
+/// `count` i32 from host memory, or `None` if the problem has no such array.
 fn host_i32(
     name: &'static str,
     slice: Option<&crate::args::DevSlice<'_>>,

@@ -1,4 +1,4 @@
-//! The tree mask, where code runs on the host.
+//! The tree mask, for code that runs on the host.
 
 use crate::args::{CacheArgs, SeqArgs};
 use crate::problem::FwdProblem;
@@ -10,7 +10,7 @@ pub struct TreeMask<'a> {
     words: &'a [u8],
     /// Words of a query's row.
     row_words: u32,
-    /// Queries of a sequence; the batch index is 0 where they are packed.
+    /// Number of queries of a sequence; with packed rows the batch index is 0.
     rows: u32,
 }
 

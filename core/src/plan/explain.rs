@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::roofline::Roofline;
 
-/// Resources of a compiled kernel. `None`: its compiler did not say.
+/// Resources of a compiled kernel. `None`: the compiler did not report the value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ResourceUsage {
-    /// Vector registers a thread, at launch.
+    /// Vector registers per thread, at launch.
     pub registers: Option<u32>,
     /// Bytes per thread that did not fit in registers: the larger of spill stores and spill loads.
     pub spill_bytes: Option<u32>,
-    /// Bytes a thread of local memory, spills included.
+    /// Bytes of local memory per thread, spills included.
     pub stack_bytes: Option<u32>,
-    /// Bytes of shared memory that the kernel itself declares; what a launch adds is in
-    /// [`LaunchShape::shared_bytes`].
+    /// Bytes of shared memory that the kernel itself declares. [`LaunchShape::shared_bytes`] has what a launch
+    /// adds.
     pub shared_bytes: Option<u32>,
 }
 
@@ -41,7 +41,7 @@ pub struct LaunchShape {
     pub groups: u64,
     /// Threads of a group.
     pub threads: u32,
-    /// Bytes of shared memory that a group is launched with.
+    /// Bytes of dynamic shared memory of a group.
     pub shared_bytes: u32,
     /// Number of work items. They have equal sizes unless a mask shortens them.
     pub tiles: u64,
@@ -50,13 +50,13 @@ pub struct LaunchShape {
 }
 
 impl LaunchShape {
-    /// Tiles over tiles at once: 1.1 waves take the time of 2.
+    /// Tiles divided by tiles at once. A launch of 1.1 waves takes as long as one of 2.
     #[must_use]
     pub fn waves(&self) -> f64 {
         self.tiles as f64 / self.tiles_at_once.max(1) as f64
     }
 
-    /// Share of the device's time that is work, if all tiles were equal.
+    /// Share of the device's time that is spent on tiles, if all tiles take equal time.
     #[must_use]
     pub fn wave_efficiency(&self) -> f64 {
         let waves = self.waves();
@@ -67,19 +67,18 @@ impl LaunchShape {
 /// Facts about a plan before it runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Explain {
-    /// Resources of the kernel. `None` where kernels are not compiled one by one, or cannot be compiled on
-    /// this host.
+    /// Resources of the kernel. `None` if kernels are not compiled one by one, or cannot be compiled on this host.
     pub resources: Option<ResourceUsage>,
     /// Launch of the kernel; `None` if there is none.
     pub launch: Option<LaunchShape>,
-    /// Origin of the machine code, or why there is none; empty where kernels are not compiled one by one.
+    /// Origin of the machine code, or why there is none; empty if kernels are not compiled one by one.
     pub code: String,
     /// Remarks of the compiler on what makes the kernel slower than intended, one per line; usually empty.
     pub remarks: String,
 }
 
 impl Explain {
-    /// Prints the facts that are known, one a row.
+    /// Prints the known facts, one per row.
     pub(super) fn rows(&self, row: &mut impl FnMut(&str, &dyn fmt::Display) -> fmt::Result) -> fmt::Result {
         if let Some(launch) = self.launch {
             let (groups, threads, shared) = (launch.groups, launch.threads, launch.shared_bytes);
@@ -102,8 +101,8 @@ impl Explain {
         Ok(())
     }
 
-    /// The least time of some work at a device's stated peaks, in seconds, with the device's last
-    /// wave as idle as it is: modelled, not measured. `None` where a peak is unknown.
+    /// Modelled least time in seconds, at the device's peak rates, for this work. The last wave is as poorly filled
+    /// as in this launch. `None` if a peak rate is unknown.
     #[must_use]
     pub fn modelled_seconds(&self, roofline: &Roofline, flops: u64, bytes: u64) -> Option<f64> {
         let compute = flops as f64 / roofline.flops_per_second?;
@@ -130,7 +129,7 @@ mod tests {
         assert_eq!((launch.waves(), launch.wave_efficiency()), (1.5, 0.75));
         let explain = Explain { launch: Some(launch), ..explain };
         assert_eq!(explain.modelled_seconds(&roofline, 6, 8), Some(4.0));
-        // A device of no known size has one tile at a time.
+        // A device of unknown size counts as running one tile at a time.
         assert_eq!(LaunchShape { tiles_at_once: 0, ..launch }.waves(), 6.0);
         // A launch of nothing leaves nothing idle.
         assert_eq!(LaunchShape { tiles: 0, ..launch }.wave_efficiency(), 1.0);

@@ -1,7 +1,8 @@
-//! A plan: which kernels, how, and what they promise. Made once, run many times.
+//! A plan: the chosen kernels, their settings, and their promises. It is made once and run many times.
 //!
-//! A plan is opaque. A backend fills [`PlanParts`], and the [`Device`] that asked it seals them with the problem; from
-//! then on nobody can change what arguments are checked against, nor run the plan elsewhere.
+//! A plan is opaque. A backend fills [`PlanParts`], and the [`Device`] stores them together with the problem.
+//! Nothing can be changed afterwards, so arguments are checked against the planned problem, and the plan runs on
+//! that device alone.
 
 mod explain;
 mod options;
@@ -36,11 +37,11 @@ use crate::second;
 use crate::seq::{checked_spans, spans};
 use crate::sparse::ValidChoose;
 
-/// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,
+/// Scratch memory of a run. Its contents between runs mean nothing: a run clears the part that must be zero itself,
 /// on its own stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
-    /// Bytes that a run uses, from the start. 0: it needs none.
+    /// Bytes that a run uses, from the start; 0 if a run needs none.
     pub bytes: u64,
     /// Leading bytes that the run clears before its first step.
     pub zeroed_bytes: u64,
@@ -81,22 +82,22 @@ impl fmt::Display for Workspace {
 pub struct Step {
     /// The kernel's name.
     pub kernel: String,
-    /// The kernel's resources, launch and origin.
+    /// The kernel's resources, launch and origin of its code.
     pub explain: Explain,
 }
 
 /// A backend's description of a plan.
 #[derive(Clone, Debug)]
 pub struct PlanParts {
-    /// The kernel's name, as `PlanOptions::kernel` takes it; one of the steps bears it.
+    /// The kernel's name, as `PlanOptions::kernel` takes it. One of the steps has this name.
     pub kernel: String,
-    /// How: tile, stages, registers, grid, ... in the order to print them.
+    /// Settings of the kernel (tile, stages, registers, grid, ...), in the order to print them.
     pub details: Vec<(&'static str, String)>,
-    /// The launches, in order; none where kernels are not launched one by one.
+    /// The launches, in order; empty if kernels are not launched one by one.
     pub steps: Vec<Step>,
     /// Kernels that were considered before this one, and why they refused.
     pub refusals: Vec<Refusal>,
-    /// Whether this is the slow, always-correct kernel that stands in for a refusal.
+    /// Whether this is the slow, always correct kernel that is used because the faster kernels refused.
     pub is_fallback: bool,
     /// Scratch that a run needs. Runs that may overlap in time need scratch of their own.
     pub workspace: Workspace,
@@ -143,7 +144,7 @@ fn with_slopes(given: ScoreArgs<'_>, at: usize, rest: usize) -> Result<ScoreArgs
     Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..given })
 }
 
-/// Zeros on a stream, or in host memory.
+/// Fills memory with zeros: on a stream, or at once in host memory.
 ///
 /// # Safety
 /// As [`Queues::zero`].
@@ -152,7 +153,7 @@ unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream
         // SAFETY: the caller keeps the contract of `zero`.
         Some(queues) => unsafe { queues.zero(address, bytes, stream) },
         None => {
-            // SAFETY: the caller keeps the contract of `zero`; without queues it is host memory.
+            // SAFETY: the caller keeps the contract of `zero`; without queues the address is host memory.
             unsafe { address.write_bytes(0, bytes as usize) };
             Ok(())
         }
@@ -160,9 +161,9 @@ unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream
 }
 
 /// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`], [`CombinePlan`] and
-/// [`ChoosePlan`] are its names. A copy is cheap.
+/// [`ChoosePlan`] are its names for each operation. A clone is cheap.
 ///
-/// Nothing of it can be changed, so that a run's arguments are checked against what was planned:
+/// A plan cannot be changed, so that a run's arguments are checked against the planned problem:
 ///
 /// ```compile_fail,E0609
 /// fn shrink(plan: &mut fmha_core::FwdPlan) {
@@ -194,7 +195,7 @@ pub type ChoosePlan = Plan<ValidChoose>;
 /// A plan that brings a tensor to a format with scales by blocks.
 pub type QuantizePlan = Plan<ValidQuantize>;
 
-/// Description of a plan that launches nothing of its own.
+/// Description of a plan that has no launch of its own.
 static NO_LAUNCH: Explain =
     Explain { resources: None, launch: None, code: String::new(), remarks: String::new() };
 
@@ -231,7 +232,7 @@ impl<P: Problem> Plan<P> {
         }))
     }
 
-    /// Tells the program's logger what was chosen.
+    /// Logs the chosen kernel to the program's logger.
     pub(crate) fn record(&self) {
         let (operation, device, kernel) = (P::OPERATION, self.backend(), self.kernel());
         let refused = Listed(self.refusals().iter(), "; ");
@@ -251,13 +252,13 @@ impl<P: Problem> Plan<P> {
         );
     }
 
-    /// Queues the work on `stream` and returns; where there are no streams it is done by then. All of the operands are
+    /// Queues the work on `stream` and returns; without streams the work is done at return. All of the operands are
     /// checked first, and nothing wrong is launched: an error leaves every output as it was, except
     /// [`Error::Driver`](crate::Error::Driver) from the device itself.
     ///
     /// # Errors
-    /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, operands that do not fit, lengths that
-    /// are wrong where they are checked, `p_drop` above 0 while the stream is captured; what the driver said.
+    /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, operands that do not fit, wrong
+    /// lengths if they are checked, `p_drop` above 0 while the stream is captured; what the driver said.
     #[inline]
     pub fn run(&self, args: &mut P::Args<'_>, stream: &Stream) -> Result<()> {
         let handle = stream.of(&self.0.device)?;
@@ -269,8 +270,8 @@ impl<P: Problem> Plan<P> {
         unsafe { self.checked_run(args, handle) }
     }
 
-    /// Runs as [`run`](Self::run) does, on a stream given by its driver's handle (0: the default one), for
-    /// callers such as the C library who have nothing else.
+    /// Runs as [`run`](Self::run) does, on a stream given by its driver's handle (0: the default one), for callers
+    /// such as the C library that have only the handle.
     ///
     /// # Safety
     /// As [`Stream::from_raw`].
@@ -285,7 +286,8 @@ impl<P: Problem> Plan<P> {
         }
     }
 
-    /// The seed is a scalar of the launch: each replay of a recorded call repeats its keep mask.
+    /// Refuses a call with dropout while its stream is captured: the seed is a launch parameter, so each replay
+    /// would repeat the keep mask.
     ///
     /// # Safety
     /// As [`Stream::from_raw`].
@@ -361,7 +363,8 @@ impl<P: Problem> Plan<P> {
             (Some((problem, seq)), Some(queues)) if *checks_lengths => {
                 // SAFETY: the caller promised a live stream of the device.
                 unsafe { queues.synchronize(stream)? };
-                // SAFETY: the check saw that the slice covers them; its maker promised the memory.
+                // SAFETY: the check saw that the slice covers these bytes; whoever made the slice promised valid
+                // memory.
                 let read =
                     |slice: DevSlice<'_>, bytes: &mut [u8]| unsafe { queues.read(slice.as_ptr(), bytes) };
                 check_lengths(problem, seq, P::mask_args(args), read)?;
@@ -374,7 +377,8 @@ impl<P: Problem> Plan<P> {
         }
         if *has_no_sequence {
             let sums = problem.sums_of_no_sequence(args);
-            // SAFETY: the check saw that the outputs cover them; their maker promised them to this run.
+            // SAFETY: the check saw that the outputs cover these bytes; whoever made the slices promised the memory
+            // to this run.
             return sums
                 .into_iter()
                 .try_for_each(|(address, bytes)| unsafe { zero(queues, address, bytes, stream) });
@@ -386,7 +390,8 @@ impl<P: Problem> Plan<P> {
         launch.takes_addresses(&call)?;
         if let (Some(workspace), 1..) = (P::workspace(args), parts.workspace.zeroed_bytes) {
             let (address, bytes) = (workspace.as_mut_ptr(), parts.workspace.zeroed_bytes);
-            // SAFETY: the check saw that the workspace has as many bytes; its maker promised them to this run.
+            // SAFETY: the check saw that the workspace has these bytes; whoever made the slice promised the memory
+            // to this run.
             unsafe { zero(queues, address, bytes, stream)? };
         }
         // SAFETY: checked and cleared above, for the problem that the backend planned; the stream is live.
@@ -416,10 +421,10 @@ impl<P: Problem> Plan<P> {
         if *has_no_sequence { Vec::new() } else { launch.tile_lists() }
     }
 
-    /// Queues what makes one of them.
+    /// Queues the kernels that make one list of [`tile_lists`](Self::tile_lists).
     ///
     /// # Safety
-    /// As [`Launch::build_list`], but for the problem and the list, which are the plan's.
+    /// As [`Launch::build_list`], with the plan's own problem and list.
     ///
     /// # Errors
     /// What the driver said.
@@ -447,13 +452,13 @@ impl<P: Problem> Plan<P> {
         &self.0.problem
     }
 
-    /// The device that it runs on.
+    /// The device that the plan runs on.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// The name of its device.
+    /// The name of the plan's device.
     #[must_use]
     pub fn backend(&self) -> &str {
         self.0.device.name()
@@ -471,13 +476,13 @@ impl<P: Problem> Plan<P> {
         &self.0.parts.details
     }
 
-    /// The launches of a run, in order; none where kernels are not launched one by one.
+    /// The launches of a run, in order; empty if kernels are not launched one by one.
     #[must_use]
     pub fn steps(&self) -> &[Step] {
         &self.0.parts.steps
     }
 
-    /// Resources and launch of the step that bears the kernel's name; nothing where there is none.
+    /// Resources and launch of the step that has the kernel's name; empty if there is no such step.
     #[must_use]
     pub fn explain(&self) -> &Explain {
         let parts = &self.0.parts;
@@ -527,7 +532,7 @@ impl<P: Problem> fmt::Debug for Plan<P> {
 }
 
 impl<P: Problem> fmt::Display for Plan<P> {
-    /// The plan for a reader: one fact a line.
+    /// Prints the plan for a reader: one fact per line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut row = |name: &str, value: &dyn fmt::Display| writeln!(f, "{name:<18} {value}");
         row("backend", &self.backend())?;

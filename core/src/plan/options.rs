@@ -7,13 +7,13 @@ use super::sums::ScoreSums;
 use crate::error::{ProblemError, Refusal};
 use crate::setters::setters;
 
-/// Treatment of the running maximum of a row. Both kinds keep the rule that `tests/battery/tolerance.rs`
-/// derives; a plan says which one it uses.
+/// How the running maximum of a row is kept. Both kinds meet the error bound that `tests/battery/tolerance.rs`
+/// derives; a plan says which kind it uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Accuracy {
-    /// The subtracted maximum may be too low by a bounded factor, and P is rounded wherever it then
-    /// lies.
+    /// The subtracted maximum may be too low by a bounded factor, so P may exceed 1 by that factor before it is
+    /// rounded.
     #[default]
     Fast,
     /// The true running maximum is subtracted.
@@ -47,7 +47,7 @@ impl FromStr for Accuracy {
     }
 }
 
-/// Caller's wishes for the choice of a kernel. A kernel honours every wish, or refuses.
+/// The caller's wishes for the choice of a kernel. A kernel honours every wish, or refuses.
 ///
 /// ```
 /// use fmha_core::PlanOptions;
@@ -58,46 +58,46 @@ impl FromStr for Accuracy {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// Name of the kernel to use or refuse; `None`: the backend chooses.
+    /// Name of the one kernel to use, or else the plan fails; `None`: the backend chooses.
     pub kernel: Option<String>,
     /// `name=value` pairs for that kernel's tile, honoured or refused: `block_m=128`.
     pub tile: Vec<(String, String)>,
-    /// Whether a kernel that is correct but far from fast may serve. The plan says so if it does.
+    /// Whether a kernel that is correct but slow may be used when the fast kernels refuse. The plan then says so
+    /// ([`PlanParts::is_fallback`](crate::PlanParts::is_fallback)).
     pub allow_fallback: bool,
-    /// Treatment of the running maximum. [`Accuracy::Fast`] takes either.
+    /// How the running maximum is kept. [`Accuracy::Fast`] permits both kinds.
     pub accuracy: Accuracy,
-    /// Whether every run gives equal bits, whatever else runs on the device. Forward and combine always do. A
+    /// Whether every run must give equal bits, whatever else runs on the device. Forward and combine always do; a
     /// backward plan then uses a kernel with a fixed order of summation.
     pub deterministic: bool,
-    /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
-    /// it, nor on how many of its queries come in one call. Off, the last of several tokens and the same token
-    /// alone may differ in their last bits.
+    /// Whether the result bits of a sequence must depend on its own lengths and contents alone: not on the batch
+    /// around it, nor on how many of its queries come in one call. If off, the last of several tokens and the same
+    /// token alone may differ in their last bits.
     pub batch_invariant: bool,
-    /// The bits of a query row, O and LSE, depend on that row, the keys that it sees, their values and the options
-    /// alone: not on the batch, the row's place in the call, the number of rows in it, chunks, packing, pages and
-    /// their size. So training without dropout, prefill in chunks and decoding agree bit for bit. It contains
-    /// `batch_invariant`: a plan that is asked for it keeps both. Backward: dQ likewise; dK and dV have the same
-    /// bits for the same rows.
+    /// Whether the result bits of a query row, O and LSE, must depend on that row, the keys that it sees, their
+    /// values and the options alone: not on the batch, the row's place in the call, the number of rows in it,
+    /// chunks, packing, pages and their size. So training without dropout, prefill in chunks and decoding agree bit
+    /// for bit. The option implies `batch_invariant`. In the backward the rule holds for dQ; dK and dV have equal
+    /// bits for equal rows.
     pub row_invariant: bool,
-    /// Whether each run checks the lengths before it launches: a length beyond its sequence's rows, new rows
-    /// that the cache has no room for and offsets that decrease or leave their tensor are then an error. On a
-    /// device they are read back, which costs a run a wait for its stream, and the plan can no longer be
-    /// captured into a graph. Without it, lengths and rows that are too many count as those that are there;
-    /// such offsets give wrong outputs on a device, but touch nothing outside the tensors, and the CPU
-    /// refuses them.
+    /// Whether each run checks the lengths before it launches: a length beyond its sequence's rows, new rows that
+    /// the cache has no room for and offsets that decrease or leave their tensor are then an error. On a device the
+    /// lengths are read back, so each run waits for its stream, and the plan cannot be captured into a graph.
+    /// Without the check, too large lengths are clamped to the rows that exist; wrong offsets give wrong outputs on
+    /// a device, but access nothing outside the tensors, and the CPU refuses them.
     #[doc(alias = "checking mode")]
     pub check_lengths: bool,
 }
 
 impl PlanOptions {
-    /// Sets the kernel to use or refuse.
+    /// Sets the one kernel to use; the plan fails if that kernel refuses.
     #[must_use]
     pub fn kernel(mut self, kernel: impl Into<String>) -> Self {
         self.kernel = Some(kernel.into());
         self
     }
 
-    /// `name=value` pairs for that kernel's tile, in place of those that were set.
+    /// Sets `name=value` pairs for that kernel's tile, and drops pairs set before.
     #[must_use]
     pub fn tile<N: Into<String>, V: Into<String>>(mut self, tile: impl IntoIterator<Item = (N, V)>) -> Self {
         self.tile = tile.into_iter().map(|(name, value)| (name.into(), value.into())).collect();
@@ -105,32 +105,33 @@ impl PlanOptions {
     }
 
     setters! {
-        /// Whether a kernel that is correct but far from fast may serve.
+        /// Whether a correct but slow kernel may be used when the fast kernels refuse.
         allow_fallback: bool => allow_fallback;
         /// Treatment of the running maximum.
         accuracy: Accuracy => accuracy;
         /// Every run gives equal bits.
         deterministic: bool => deterministic;
-        /// The bits of a sequence depend on its own lengths and contents alone.
+        /// Whether the result bits of a sequence must depend on its own lengths and contents alone.
         batch_invariant: bool => batch_invariant;
         /// Whether each run reads the lengths back and checks them first.
         check_lengths: bool => check_lengths;
     }
 
-    /// The bits of a row depend on that row and the keys that it sees alone; asks for `batch_invariant` too.
+    /// Whether the result bits of a row must depend on that row and its visible keys alone; implies
+    /// `batch_invariant`.
     #[must_use]
     pub const fn row_invariant(mut self, row_invariant: bool) -> Self {
         (self.row_invariant, self.batch_invariant) = (row_invariant, self.batch_invariant || row_invariant);
         self
     }
 
-    /// These wishes with those that they contain: `batch_invariant` where `row_invariant` is one.
+    /// Returns these wishes with implied ones added: `row_invariant` implies `batch_invariant`.
     #[must_use]
     pub(crate) fn with_contained(&self) -> Self {
         Self { batch_invariant: self.batch_invariant || self.row_invariant, ..self.clone() }
     }
 
-    /// Refuses a tile's fields in the name of a `kernel` that has no tile.
+    /// Refuses tile fields for a `kernel` that has no tile.
     ///
     /// # Errors
     /// The first field that is set, with its value.
@@ -143,7 +144,7 @@ impl PlanOptions {
         }
     }
 
-    /// Whether a kernel that makes these promises does what is wished.
+    /// Checks that a kernel's promises fulfil these wishes.
     ///
     /// # Errors
     /// The first wish that it does not keep.
@@ -154,7 +155,8 @@ impl PlanOptions {
         }
         for (wish, wanted, kept) in [
             ("deterministic", self.deterministic, promises.deterministic),
-            // Before `batch_invariant`, which it asks for itself: the refusal names the caller's own wish.
+            // Checked before `batch_invariant`, which `row_invariant` implies, so that the refusal names the wish
+            // that the caller set.
             ("row_invariant", self.row_invariant, promises.row_invariant),
             ("batch_invariant", self.batch_invariant, promises.batch_invariant),
         ] {
@@ -166,10 +168,10 @@ impl PlanOptions {
     }
 }
 
-/// Guarantees of a kernel for all numbers.
+/// Guarantees that a kernel gives for all inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// Every run gives equal bits.
+    /// Whether every run gives equal bits.
     pub deterministic: bool,
     /// A sequence's result has the same bits whatever else is in the batch.
     pub batch_invariant: bool,
@@ -179,13 +181,13 @@ pub struct Promises {
     pub graph_capturable: bool,
     /// Treatment of the running maximum.
     pub accuracy: Accuracy,
-    /// Arithmetic that adds a score's products. LSE is as exact as the scores.
+    /// Arithmetic that sums a score's products. LSE is as exact as the scores.
     pub score_sums: ScoreSums,
 }
 
 impl fmt::Display for Promises {
-    /// `exact, deterministic, batch-invariant, row-invariant, graph-capturable`: those that hold; and how long scores
-    /// are, if shorter than f32.
+    /// `exact, deterministic, batch-invariant, row-invariant, graph-capturable`: the promises that hold, and the
+    /// bits of a score's sum if fewer than those of f32.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.accuracy.fmt(f)?;
         for (name, holds) in [

@@ -1,6 +1,6 @@
 //! Upper bounds of a device's speed.
 
-/// Peak rates of a device, where they are known; measured or stated, as `source` says.
+/// Peak rates of a device, if known; `source` says whether they are measured or taken from a data sheet.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Roofline {
     /// Floating-point operations a second, in the type a problem computes in.

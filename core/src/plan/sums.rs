@@ -9,14 +9,15 @@ pub enum ScoreSums {
     /// Sums in f32, in any order, each rounded.
     #[default]
     F32,
-    /// Sums of a matrix unit that adds some products to the sum so far in one step. First it cuts each of
-    /// them towards zero at so many bits below the largest exponent, where a product's exponent is the sum of
-    /// its factors' exponents. Then it cuts their sum to as many significant bits, or to those of f32 if they
-    /// are fewer. Such errors do not cancel: they grow with the largest partial sum, not with the score.
+    /// Sums of a matrix unit that adds some products to the sum so far in one step. First the unit truncates each
+    /// of these terms towards zero, at a fixed number of bits below the largest exponent, where a product's
+    /// exponent is the sum of its factors' exponents. Then it truncates their sum to that number of significant
+    /// bits, or to those of f32 if they are fewer. Such errors do not cancel: they grow with the largest partial
+    /// sum, not with the score.
     Cut {
         /// Products of a step.
         products: u8,
-        /// Bits from the largest exponent to the last that is kept.
+        /// Number of bits kept, counted from the largest exponent.
         bits: u8,
     },
 }
@@ -33,8 +34,8 @@ impl ScoreSums {
         }
     }
 
-    /// `sum_d a[d] b[d]` as a [`Cut`](Self::Cut) adds it, of operands whose products are exact in f64; else one
-    /// product after the other in the operands' own type.
+    /// `sum_d a[d] b[d]`, summed like a [`Cut`](Self::Cut) does for operands whose products are exact in f64; with
+    /// other sums, one product after the other in the operands' own type.
     pub(crate) fn dot<T: Float>(self, a: &[T], b: &[T]) -> T {
         let Self::Cut { products, bits } = self else {
             return in_order(a, [b])[0];
@@ -55,8 +56,8 @@ impl ScoreSums {
     }
 }
 
-/// The dot product of `a` with each of `rows`, which are as long, one product after the other. Eight rows at
-/// once take little longer than one, in which each addition waits for the last.
+/// The dot product of `a` with each of `rows`, of equal lengths, one product after the other. Eight rows at once
+/// take little longer than one, because in one row each addition waits for the previous one.
 pub(crate) fn in_order<T: Float, const N: usize>(a: &[T], rows: [&[T]; N]) -> [T; N] {
     let rows = rows.map(|row| &row[..a.len()]);
     let mut sums = [T::zero(); N];
@@ -68,13 +69,13 @@ pub(crate) fn in_order<T: Float, const N: usize>(a: &[T], rows: [&[T]; N]) -> [T
     sums
 }
 
-/// The exponent of the leading bit, below every product's for zero.
+/// The exponent of the leading bit; for zero, below that of every product.
 fn exponent(x: f64) -> i32 {
     const BIAS: i32 = 1023;
     (x.to_bits() >> 52 & 0x7ff) as i32 - BIAS
 }
 
-/// Towards zero to whole units; zero, infinity and NaN as they are.
+/// Truncates towards zero to whole units; zero, infinity and NaN stay as they are.
 fn cut(x: f64, unit: f64) -> f64 {
     if x == 0.0 || !x.is_finite() { x } else { (x / unit).trunc() * unit }
 }
@@ -96,7 +97,8 @@ mod tests {
 
     #[test]
     fn exponents_of_factors_decide_and_a_sum_is_cut_again() {
-        // 1.5 * 1.5 has the exponent 0 though it is above 2: 2^-13 is kept in the step, and lost in a sum above 2.
+        // The product 1.5 * 1.5 has exponent 0 by its factors though it is above 2: 2^-13 is kept within the step,
+        // and lost in a sum above 2.
         let small = 2f32.powi(-13);
         assert_eq!(FP8.dot(&[1.5, small], &[1.5, 1.0]), 2.25);
         let two_steps = [1.5, small, -1.5, 0.0];
@@ -130,7 +132,7 @@ mod tests {
     fn a_sum_that_cancels_keeps_what_its_largest_part_lost() {
         let tiny = 2f32.powi(-14);
         assert_eq!(FP8.dot(&[1.0, tiny, -1.0, tiny], &[1.0; 4]), 0.0);
-        // A second step starts from a small sum, and loses nothing.
+        // A second step starts from a small sum, and truncates nothing.
         assert_eq!(FP8.dot(&[1.0, -1.0, tiny, tiny], &[1.0; 4]), 2.0 * tiny);
     }
 

@@ -16,19 +16,19 @@ pub struct Work {
     pub fwd_flops: u64,
     /// Floating-point operations of the five products backward: `2 (3 head_dim_qk + 2 head_dim_v)` a pair.
     pub bwd_flops: u64,
-    /// Bytes of Q, K, V and O, each logical element once.
+    /// Bytes of Q, K, V and O, with each logical element counted once.
     pub fwd_bytes: u64,
 }
 
 impl Work {
-    /// Counts exactly what the band shows. Masks as data and code are not asked; of lists of keys every entry counts as
-    /// a key that is there, and every key of a second cache that is seen whole or by intervals.
+    /// Counts exactly the pairs in the mask's band. Masks as data and as code are ignored; every entry of a list of
+    /// keys counts as an existing key, and so does every key of a second cache that is read whole or by intervals.
     ///
     /// # Errors
-    /// `seqlen_q`, where a count does not fit 64 bits.
+    /// [`ProblemError`] of `seqlen_q`, if a count does not fit 64 bits.
     pub fn count(problem: &FwdProblem, spans: &[SeqSpan]) -> Result<Self, ProblemError> {
         let heads_q = u128::from(problem.dims.num_heads_q);
-        // 32 bits of sequences, 64 of a sequence's pairs: 128 hold the sum.
+        // The counts fit: 32 bits of sequences times 64 bits of pairs per sequence need less than 128 bits.
         let of_second = |span: &SeqSpan| {
             problem
                 .second
@@ -41,10 +41,10 @@ impl Work {
         Self::of_pairs(problem, spans, spans.iter().map(pairs).sum::<u128>().checked_mul(heads_q))
     }
 
-    /// Counts exactly what the band and masks as data in host memory show.
+    /// Counts exactly the pairs that the band and masks as data in host memory show.
     ///
     /// # Errors
-    /// `seqlen_q`, where a count does not fit 64 bits.
+    /// [`ProblemError`] of `seqlen_q`, if a count does not fit 64 bits.
     pub fn count_shown(
         problem: &FwdProblem,
         spans: &[SeqSpan],
@@ -63,12 +63,12 @@ impl Work {
         let (qk, v) = (u128::from(dims.head_dim_qk), u128::from(dims.head_dim_v));
         let (heads_q, heads_kv) = (u128::from(dims.num_heads_q), u128::from(dims.num_heads_kv));
         let size = |dtype: DType| u128::from(dtype.size_bytes());
-        // Values that lie in the rows of K are read with them.
+        // Values that lie in the rows of K are read with K, so they add no bytes.
         let values = if problem.cache.v_in_k { 0 } else { v * size(problem.dtypes.v) };
         let mut bytes = 0u128;
         for span in spans {
             let rows_q = u128::from(span.seqlen_q);
-            // Keys that lists name are read once, and no others.
+            // A kernel over lists reads each listed key once, and no other keys.
             let listed = problem.lists.map_or(u128::MAX, |lists| rows_q * u128::from(lists.most_keys()));
             let rows_k = u128::from(span.seqlen_k).min(listed)
                 + problem.second.map_or(0, |second| {
@@ -161,7 +161,7 @@ mod tests {
         let work = Work::count(&problem, &[span]).unwrap();
         assert_eq!((work.pairs, work.fwd_flops), (3 * 20 * 4, 3 * 20 * 4 * 2 * 96));
         assert_eq!(work.fwd_bytes, 3 * 4 * 2 * 96 + 60 * 2 * 2 * 96);
-        // Few keys are read once, however often lists name them.
+        // Keys of a short sequence are read once, even if lists name them several times.
         let short = Work::count(&problem, &[SeqSpan { seqlen_k: 50, ..span }]).unwrap();
         assert_eq!((short.pairs, short.fwd_bytes), (work.pairs, 3 * 4 * 2 * 96 + 50 * 2 * 2 * 96));
     }
@@ -228,7 +228,7 @@ mod tests {
             new_batch: 0,
             new_row: 0,
         };
-        // 1 + 2 + 3 + 4 + 5 pairs of a head, and 1 + 2 + 2.
+        // Pairs of a head: 1 + 2 + 3 + 4 + 5 in the first sequence, 1 + 2 + 2 in the second.
         let work = Work::count(&problem, &[span(5, 7), span(3, 2)]).unwrap();
         assert_eq!(work.pairs, (15 + 5) * 6);
         assert_eq!(work.fwd_flops, work.pairs * 2 * (24 + 40));

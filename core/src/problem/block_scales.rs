@@ -1,8 +1,8 @@
 //! Formats of small elements with one scale for each block of them: MXFP8 and NVFP4.
 //!
-//! MXFP8 is that of the OCP Microscaling Formats specification (version 1.0): FP8 elements, a power of two for each 32.
-//! NVFP4 has E2M1 elements and an E4M3 scale for each 16. What a call makes of them stands in the contract, "Scales by
-//! blocks"; this file converts rows of numbers to these formats and back.
+//! MXFP8 is that of the OCP Microscaling Formats specification (version 1.0): FP8 elements, a power of two for each
+//! 32. NVFP4 has E2M1 elements and an E4M3 scale for each 16. The section "Scales by blocks" of the contract
+//! defines how a call uses them; this file converts rows of numbers to these formats and back.
 //!
 //! ```
 //! use fmha_core::BlockFormat;
@@ -28,8 +28,9 @@ use crate::error::{ProblemError, ensure};
 /// Magnitudes of the eight E2M1 codes without a sign.
 const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// Two E2M1 numbers (OCP Microscaling Formats, 1.0) in a byte: the first in its lower four bits. A number has a sign,
-/// two bits of exponent with bias 1 and one of mantissa; the largest is 6, and there is neither NaN nor infinity.
+/// A byte with two E2M1 numbers (OCP Microscaling Formats, 1.0), the first in its lower four bits. A number has a
+/// sign, two exponent bits with bias 1 and one mantissa bit; the largest is 6, and there is neither NaN nor
+/// infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub struct E2m1Pair(u8);
@@ -50,7 +51,7 @@ impl E2m1Pair {
         self.0
     }
 
-    /// Both numbers, the first first. Exact.
+    /// Both numbers, in order; the conversion is exact.
     #[must_use]
     pub fn to_f32(self) -> [f32; 2] {
         [self.0 & 0xf, self.0 >> 4].map(|code| {
@@ -95,7 +96,7 @@ impl E8m0 {
         self.0
     }
 
-    /// Exact: 2^-127, which is subnormal there, too.
+    /// The scale as f32. Exact, also for 2^-127, which is subnormal in f32.
     #[must_use]
     pub fn to_f32(self) -> f32 {
         match self.0 {
@@ -119,11 +120,11 @@ impl E8m0 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BlockFormat {
-    /// E4M3 elements, an [`E8m0`] scale for each 32.
+    /// E4M3 elements, with an [`E8m0`] scale for each 32.
     Mxfp8E4m3,
-    /// E5M2 elements, an [`E8m0`] scale for each 32.
+    /// E5M2 elements, with an [`E8m0`] scale for each 32.
     Mxfp8E5m2,
-    /// E2M1 elements in [pairs](E2m1Pair), an E4M3 scale without sign for each 16.
+    /// E2M1 elements in [pairs](E2m1Pair), with an E4M3 scale without sign for each 16.
     Nvfp4,
 }
 
@@ -133,7 +134,7 @@ pub enum BlockFormat {
 pub enum BlockAxis {
     /// Along a row: Q and K.
     Dim,
-    /// Down a column: V, whose rows are keys.
+    /// Down a column, as for V, whose rows are keys.
     Rows,
 }
 
@@ -141,9 +142,9 @@ pub enum BlockAxis {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Quantized {
-    /// Elements `[rows, dim]`, a byte each; NVFP4 `[rows, ceil(dim / 2)]`, a byte a pair.
+    /// Elements `[rows, dim]`, one byte each; for NVFP4 `[rows, ceil(dim / 2)]`, one byte for each pair.
     pub elements: Vec<u8>,
-    /// Scales `[rows, ceil(dim / block)]`, or `[ceil(rows / block), dim]` where blocks lie down columns.
+    /// Scales `[rows, ceil(dim / block)]`, or `[ceil(rows / block), dim]` if blocks lie down columns.
     pub scales: Vec<u8>,
 }
 
@@ -208,7 +209,7 @@ impl BlockFormat {
         }
     }
 
-    /// The elements in a byte; of FP8 the second is the first again.
+    /// The elements in a byte; an FP8 byte has one element, which is returned twice.
     #[must_use]
     pub fn elements(self, byte: u8) -> [f32; 2] {
         match self {
@@ -227,8 +228,8 @@ impl BlockFormat {
         }
     }
 
-    /// P's factor before it is rounded to V's elements: a power of two below the largest element, or for NVFP4 the
-    /// largest element times the largest scale.
+    /// Factor by which P is multiplied before it is rounded to V's element type: for MXFP8 a power of two below the
+    /// largest element, for NVFP4 the largest element times the largest scale.
     #[must_use]
     pub fn p_factor(self) -> f64 {
         match self {
@@ -238,7 +239,7 @@ impl BlockFormat {
         }
     }
 
-    /// Rounds the P of one block of keys, `exp(S - max)` each, as the product with V takes them.
+    /// Rounds the values `P = exp(S - max)` of one block of keys like the operand of the product with V.
     pub fn round_p(self, block: &mut [f64]) {
         let factor = self.p_factor();
         match self {
@@ -259,8 +260,8 @@ impl BlockFormat {
         }
     }
 
-    /// The scale of a tensor of these numbers: of NVFP4 their largest magnitude / 2688, so that block scales reach 448;
-    /// of MXFP8, of zeros, and where it would leave f32, 1.
+    /// The scale of a whole tensor with these values: for NVFP4 their largest magnitude / 2688, so that block
+    /// scales reach 448. It is 1 for MXFP8, for zeros, and if it would not fit f32.
     #[must_use]
     pub fn tensor_scale(self, values: &[f32]) -> f32 {
         let most = largest(values.iter().copied());
@@ -268,7 +269,7 @@ impl BlockFormat {
         if self == Self::Nvfp4 && scale.is_normal() { scale } else { 1.0 }
     }
 
-    /// Bytes of the elements of `[rows, dim]`, and of their scales.
+    /// Number of bytes of a `[rows, dim]` matrix's elements, and of its scales.
     #[must_use]
     pub fn sizes(self, rows: usize, dim: usize, axis: BlockAxis) -> (usize, usize) {
         let block = self.block_size() as usize;
@@ -282,10 +283,10 @@ impl BlockFormat {
     /// Converts a matrix of rows of `dim` numbers: each is divided by its block's scale and `tensor_scale`, and rounded
     /// to the nearest element, ties to even, saturating.
     ///
-    /// A scale is the smallest power of two with which no element of the block is beyond the largest (MXFP8), or the
-    /// block's largest magnitude / 6 / `tensor_scale`, rounded to the nearest E4M3, saturating (NVFP4). NaN stays an
-    /// element of its own in MXFP8, and makes the scale of its block NaN in NVFP4, which has no such element; an
-    /// infinity counts as f32's largest number.
+    /// The scale is, for MXFP8, the smallest power of two with which no element of the block overflows; for NVFP4,
+    /// the block's largest magnitude / 6 / `tensor_scale`, rounded to the nearest E4M3, saturating. A NaN stays NaN
+    /// in MXFP8, and makes its block's scale NaN in NVFP4, which has no NaN element; an infinity counts as f32's
+    /// largest number.
     ///
     /// # Errors
     /// `dim` of 0 or that does not divide the number of values, and a `tensor_scale` that is not positive and finite.
@@ -338,7 +339,7 @@ impl BlockFormat {
     /// `tensor_scale`, rounded to f32.
     ///
     /// # Errors
-    /// Elements and scales that are not those of one matrix, with their numbers of bytes.
+    /// Elements and scales whose numbers of bytes do not belong to one matrix.
     pub fn dequantize(
         self,
         elements: &[u8],
@@ -365,7 +366,7 @@ impl BlockFormat {
         Ok((0..rows).flat_map(|row| (0..dim).map(move |d| value(row, d))).collect())
     }
 
-    /// Number of rows of a matrix of so many elements.
+    /// Number of rows of a matrix with this number of elements.
     fn rows(self, elems: usize, width: usize, tensor_scale: f32) -> Result<usize, ProblemError> {
         ensure!(
             width > 0 && elems.is_multiple_of(width),
@@ -390,7 +391,7 @@ impl BlockFormat {
         }
     }
 
-    /// Rows and columns of the elements that the scale at this place is for.
+    /// Row and column ranges of the elements that the scale at this place applies to.
     fn places(
         self,
         at: usize,
@@ -428,7 +429,7 @@ fn largest(values: impl Iterator<Item = f32>) -> f64 {
     values.filter(|value| !value.is_nan()).fold(0.0, |most: f64, value| most.max(finite(value).abs()))
 }
 
-/// The quotient by a scale; 0 by a scale of 0, with which every element is 0.
+/// The quotient by a scale; 0 if the scale is 0, since every element of such a block is 0.
 fn quotient(value: f64, scale: f64) -> f64 {
     if scale == 0.0 && !value.is_nan() { 0.0 } else { value / scale }
 }
@@ -512,14 +513,15 @@ mod tests {
                 for at in 0..stored.scales.len() {
                     let of_block = || format.places(at, rows, dim, axis).map(|(row, d)| row * dim + d);
                     let most = largest(of_block().map(|i| values[i])) as f32;
-                    // Half of E2M1's last step is 1/6 of the largest; the scale's own rounding is 1/16 of it.
+                    // Relative error: half of E2M1's last step is 1/6 of the largest element; rounding the scale
+                    // itself adds 1/16.
                     let share = if format == BlockFormat::Nvfp4 { 1.0 / 6.0 + 1.0 / 16.0 } else { 1.0 / 8.0 };
                     for i in of_block() {
                         let (x, y) = (values[i], back[i]);
                         assert!((x - y).abs() <= most * share, "{format} {axis:?}: {x} came back as {y}");
                     }
                 }
-                // Numbers of the format come back as they are.
+                // Values that the format can represent come back unchanged.
                 if format != BlockFormat::Nvfp4 {
                     let again = format.quantize(&back, dim, axis, 1.0).unwrap();
                     let twice = format.dequantize(&again.elements, &again.scales, dim, axis, 1.0).unwrap();
@@ -532,7 +534,7 @@ mod tests {
     #[test]
     fn no_element_saturates_where_the_scale_can_hold_it() {
         for (format, least) in [(BlockFormat::Mxfp8E4m3, 448.0f32), (BlockFormat::Mxfp8E5m2, 57344.0)] {
-            // Just beyond the largest element takes the next scale.
+            // A value just above the largest element needs the next larger scale.
             let values = [least * 1.01, 1.0];
             let stored = format.quantize(&values, 2, BlockAxis::Dim, 1.0).unwrap();
             assert_eq!(stored.scales, [128]);
@@ -568,7 +570,7 @@ mod tests {
         let mut block = [1.0, 0.6, 0.01];
         BlockFormat::Nvfp4.round_p(&mut block);
         assert_eq!(block, [1.0, 2.0 / 3.0, 0.0]);
-        // A block of small P has a small scale.
+        // A block of small P gets a small scale.
         let mut block = [0.01, 0.005];
         BlockFormat::Nvfp4.round_p(&mut block);
         assert!((block[0] - 0.01).abs() < 0.01 / 16.0 && (block[1] - 0.005).abs() < 0.005 / 8.0, "{block:?}");

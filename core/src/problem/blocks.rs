@@ -8,8 +8,8 @@ use crate::layout::{KvLayout, Shape, Strides, Totals, VLayout};
 use crate::problem::Extents;
 use crate::score::Descale;
 
-/// Storage of Q, K and V in a format with scales by blocks. `dtype_qk` and `dtype_v` are then the type that values have
-/// once they are multiplied by their scales, bf16 or f32.
+/// Storage of Q, K and V in a format with scales by blocks. `dtype_qk` and `dtype_v` are then the type of the
+/// values after multiplication by their scales, bf16 or f32.
 ///
 /// Scales of Q and K are `[.., head, ceil(head_dim_qk / block)]` beside the tensor's own axes; those of V have blocks
 /// of keys, `[batch, ceil(seqlen_k / block), num_heads_kv, head_dim_v]`, paged `[num_pages, page_size / block, ..]`.
@@ -60,7 +60,7 @@ impl BlockScales {
         [along_dim(extents.q), along_dim(extents.k), v]
     }
 
-    /// Shapes of the stored Q, K and V of these extents, in bytes: of NVFP4 the axis of stride 1 counts pairs.
+    /// Shapes of the stored Q, K and V of these extents, in bytes: for NVFP4 the axis with stride 1 counts pairs.
     #[must_use]
     pub fn stored(&self, extents: &Extents, v_layout: VLayout) -> [Shape; 3] {
         let each = self.format.elems_per_byte();
@@ -82,7 +82,7 @@ impl BlockScales {
 /// Names of the scales of Q, K and V.
 pub(crate) const SCALE_NAMES: [&str; 3] = ["block_scale_q", "block_scale_k", "block_scale_v"];
 
-/// A type of one byte, as elements in block formats and their scales have.
+/// A data type of one byte, the size of elements in block formats and of their scales.
 pub(crate) const BYTE: DType = DType::E4m3Fn;
 
 impl FwdProblem {
@@ -99,8 +99,8 @@ impl FwdProblem {
         self.block_scales(scales)
     }
 
-    /// The problem that this one has once Q, K and V are multiplied by their scales: Q as it lay, contiguous, and K and
-    /// V with a batch axis, their rows one after another, `longest` to a sequence; `None` without scales by blocks.
+    /// The equivalent problem on Q, K and V after multiplication by their scales: Q in its layout, contiguous; K
+    /// and V with a batch axis, rows in sequence, `longest` rows per sequence. `None` without scales by blocks.
     #[must_use]
     pub fn over_values(&self, totals: Totals, longest: u32) -> Option<Self> {
         self.block_scales?;

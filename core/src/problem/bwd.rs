@@ -1,4 +1,4 @@
-//! The backward problem: a forward problem and what its gradients look like.
+//! The backward problem: a forward problem, and the types and strides of its gradients.
 
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
@@ -24,7 +24,7 @@ pub struct BiasGrad {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BwdProblem {
-    /// The forward call. Its `write_lse`, `write_keep_mask` and `scale_o` play no part.
+    /// The forward call. Its `write_lse`, `write_keep_mask` and `scale_o` are ignored.
     pub fwd: FwdProblem,
     /// The type of dQ, dK and dV: f32, f16 or bf16.
     pub dtype_grad: DType,
@@ -34,15 +34,15 @@ pub struct BwdProblem {
     pub dq: Strides,
     /// Strides of dK.
     pub dk: Strides,
-    /// Strides of dV: row-major, whatever V's layout.
+    /// Strides of dV, which is row-major for every layout of V.
     pub dv: Strides,
-    /// The gradient of the elementwise bias, if wanted. Written whole: 0 where no score used it.
+    /// The gradient of the elementwise bias, if wanted. All of it is written: 0 where no score used an element.
     pub dbias: Option<BiasGrad>,
     /// Gradients of captured tensors of the score, in the order of [`BwdArgs::dcaptured`](crate::BwdArgs::dcaptured).
     pub dcaptured: Vec<CapturedGrad>,
     /// Whether the gradient of the sinks is written, f32 `[num_heads_q]`.
     pub write_dsink: bool,
-    /// Whether there is a gradient of LSE, so that LSE is differentiated too.
+    /// Whether the caller gives a gradient of LSE, so that LSE is differentiated too.
     pub has_dlse: bool,
 }
 
@@ -54,8 +54,8 @@ impl BwdProblem {
         self.dcaptured.iter().map(|wanted| code.tensor(&wanted.name).map_or(0, CapturedTensor::num_elems))
     }
 
-    /// Gradients in the inputs' type (bf16 for FP8), with the strides of their tensors (contiguous
-    /// b·s·h·d for a column-major or overlapping one); every option off. The setters turn them on.
+    /// Makes a backward problem whose gradients have the inputs' type (bf16 for FP8) and strides (contiguous
+    /// b·s·h·d for a column-major or overlapping tensor), with every option off. Setters turn options on.
     #[must_use]
     pub fn new(fwd: FwdProblem) -> Self {
         let like = |strides: Strides, shape| {
@@ -79,10 +79,11 @@ impl BwdProblem {
         }
     }
 
-    /// For kernels that compute no gradient of a bias, of functions or of captured tensors over lists of keys.
+    /// Refuses a problem, for kernels that over lists of keys compute no gradient of a bias, of functions or of
+    /// captured tensors.
     ///
     /// # Errors
-    /// Lists beside one of them.
+    /// Lists of keys together with one of these gradients.
     pub fn refuse_gradients_beside_lists(&self, kernel: &str) -> Result<(), Refusal> {
         let Some(lists) = &self.fwd.lists else { return Ok(()) };
         let beside = if self.dbias.is_some() {
@@ -178,7 +179,7 @@ impl BwdProblem {
         check_output("dv", self.dv, extents.v, grad)
     }
 
-    /// The extents of a call's tensors, checked as [`FwdProblem::checked_extents`] does, gradients too.
+    /// The extents of a call's tensors, checked as by [`FwdProblem::checked_extents`], with those of the gradients.
     pub(crate) fn checked_extents(&self, totals: Totals) -> Result<Extents, ProblemError> {
         let extents = self.fwd.checked_extents(totals)?;
         if totals != Totals::NONE {
@@ -188,7 +189,7 @@ impl BwdProblem {
     }
 }
 
-/// A backward problem that contradicts itself nowhere.
+/// A backward problem without contradictions, made by [`BwdProblem::validate`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValidBwd {
     fwd: ValidFwd,

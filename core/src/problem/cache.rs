@@ -1,4 +1,4 @@
-//! Use of a KV cache by a problem: its checks, and the facts that follow from it.
+//! How a problem uses a KV cache: checks, and values derived from it.
 
 use super::{CacheUse, Dims, FwdProblem, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::dtype::DType;
@@ -9,13 +9,13 @@ use crate::mask::{MaskShape, MaskSpec};
 use crate::score::Descale;
 
 impl Append {
-    /// `seqlen_new` rows a sequence of a problem's, contiguous b·s·h·d.
+    /// Appended rows with a batch axis, `seqlen_new` for each sequence of the problem, contiguous b·s·h·d.
     #[must_use]
     pub fn batch(problem: &FwdProblem, seqlen_new: u32) -> Self {
         Self::new(QLayout::Batch, problem.dims, seqlen_new)
     }
 
-    /// Appended rows of at most `seqlen_new` a sequence, packed, contiguous s·h·d.
+    /// Packed appended rows, at most `seqlen_new` for each sequence, contiguous s·h·d.
     #[must_use]
     pub fn packed(problem: &FwdProblem, seqlen_new: u32) -> Self {
         Self::new(QLayout::Packed, problem.dims, seqlen_new)
@@ -41,13 +41,14 @@ impl FwdProblem {
         self.cache.dtype.unwrap_or(self.dtypes.v)
     }
 
-    /// Whether query i of a sequence stands i rows after its first one, and not all on one position.
+    /// Whether query i of a sequence has rotary position i after the first query's; otherwise all queries have one
+    /// position.
     #[must_use]
     pub fn positions_advance(&self) -> bool {
         matches!(self.mask.shape, MaskShape::Causal(_) | MaskShape::Window { .. }) || self.cache.tree_mask
     }
 
-    /// Words of a query's row of the tree mask.
+    /// Number of u32 words in a query's row of the tree mask.
     #[must_use]
     pub fn tree_mask_words(&self) -> u32 {
         self.dims.seqlen_q.div_ceil(32)
@@ -65,8 +66,8 @@ impl FwdProblem {
         (k, Shape { dim: dims.head_dim_v, ..k })
     }
 
-    /// Returns this problem over the cache in Q's type, with factors applied: a plan over a quantised cache
-    /// has its bits. `None` where the cache is in Q's type.
+    /// Returns this problem with the cache in Q's type and scale factors applied: results of a plan on a quantised
+    /// cache are bit-equal to it. `None` if the cache has Q's type.
     #[must_use]
     pub fn over_wide_cache(&self) -> Option<Self> {
         self.cache.dtype?;
@@ -99,7 +100,7 @@ impl FwdProblem {
         if let Some(rotary) = &self.cache.rotary {
             self.check_rotary(rotary)?;
         }
-        // The band decides, however it is written: `b:-1,0` is causal too.
+        // The band decides, not the text of the mask: `b:-1,0` is causal too.
         let is_causal = self.mask.bounds() == MaskSpec::CAUSAL.bounds() && self.mask.sink_columns == 0;
         ensure!(
             !self.cache.tree_mask || is_causal,
@@ -181,7 +182,7 @@ impl FwdProblem {
         Ok(())
     }
 
-    /// The strides of what an append writes, for these extents.
+    /// Checks the strides of the cache tensors that an append writes, for these extents.
     pub(crate) fn check_written_cache(&self, k: Shape, v: Shape) -> Result<(), ProblemError> {
         if self.cache.append.is_none() {
             return Ok(());
@@ -198,10 +199,10 @@ impl FwdProblem {
         Ok(())
     }
 
-    /// Refuses, in a kernel's name, layouts other than a batch axis on both sides or packed rows on both.
+    /// Refuses, for a kernel, layouts other than a batch axis on both sides or packed rows on both.
     ///
     /// # Errors
-    /// Both layouts.
+    /// Names both layouts.
     pub fn refuse_mixed_layouts(&self, kernel: &'static str) -> Result<(), Refusal> {
         match (self.layout.q, self.layout.kv) {
             (QLayout::Batch, KvLayout::Strided) | (QLayout::Packed, KvLayout::Packed) => Ok(()),
@@ -212,7 +213,7 @@ impl FwdProblem {
         }
     }
 
-    /// Refuses, in a kernel's name, what it does to a cache besides reading it.
+    /// Refuses a problem, for kernels that only read a plain cache.
     ///
     /// # Errors
     /// The first of append, rotary embedding, quantised cache and tree mask that the problem has.
@@ -228,10 +229,10 @@ impl FwdProblem {
         Err(Refusal::new(kernel, format!("{text} is not taken")))
     }
 
-    /// Checks that each total is there iff the problem wants it, and that none is too large.
+    /// Checks that each total is given iff the problem needs it, and that none is too large.
     ///
     /// # Errors
-    /// The first that is missing, given without need, or larger than [`MAX_SEQLEN`].
+    /// The first total that is missing, given without need, or larger than [`MAX_SEQLEN`].
     #[inline]
     pub fn check_totals(&self, totals: Totals) -> Result<(), ProblemError> {
         let packs_new = self.cache.append.is_some_and(|append| append.layout == QLayout::Packed);
@@ -243,7 +244,7 @@ impl FwdProblem {
     }
 }
 
-/// One total, which is there iff it is so that `what`.
+/// Checks one total, which must be given iff the condition that `what` describes holds.
 #[inline]
 fn check_total(
     field: &'static str,

@@ -21,31 +21,31 @@ pub struct Code {
     pub captured: Vec<CapturedTensor>,
 }
 
-/// The extents of a captured tensor. Its type is the functions' to say.
+/// The extents of a captured tensor. The functions define its element type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CapturedTensor {
     /// Name by which functions read the tensor.
     pub name: String,
     /// Extents, one at least each.
     pub shape: Vec<u32>,
-    /// Elements from an index to the next, from 0 up.
+    /// Element strides of each axis, at least 0.
     pub strides: Vec<i64>,
 }
 
 impl CapturedTensor {
-    /// A tensor whose last axis is dense, without room between rows.
+    /// A tensor whose last axis is dense, without gaps between rows.
     #[must_use]
     pub fn dense(name: impl Into<String>, shape: &[u32]) -> Self {
         Self { name: name.into(), shape: shape.to_vec(), strides: dense_strides(shape) }
     }
 
-    /// Elements, where every index counts.
+    /// Number of elements: the product of the extents.
     #[must_use]
     pub fn num_elems(&self) -> u64 {
         self.shape.iter().fold(1, |count: u64, &extent| count.saturating_mul(extent.into()))
     }
 
-    /// Elements from the first to the last, both included.
+    /// Number of elements of memory from the first to the last element, both included.
     #[must_use]
     pub fn extent_elems(&self) -> u64 {
         let last = self.shape.iter().zip(&self.strides).fold(0u64, |last, (&extent, &stride)| {
@@ -63,7 +63,8 @@ fn dense_strides(shape: &[u32]) -> Vec<i64> {
     strides
 }
 
-/// The gradient of a captured tensor: dense, of the tensor's shape, written whole (0 where no score read it).
+/// The gradient of a captured tensor: dense, with the tensor's shape. All of it is written: 0 where no score read
+/// an element.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CapturedGrad {
     /// The tensor.
@@ -207,7 +208,8 @@ impl Code {
         Ok(())
     }
 
-    /// Binds the captures of a function to a call, in the order of its [`captures`](Function::captures).
+    /// Binds the captures of a function to a call's arguments, in the order of its
+    /// [`captures`](Function::captures).
     ///
     /// # Errors
     /// Numbers and tensors that are missing, of another type, or not in host memory.

@@ -1,8 +1,7 @@
 //! The combine problem: partial results over the same rows, merged by their LSE.
 //!
-//! Split-KV, shared prefixes, multi-segment caches and ring attention all end in it:
-//! `LSE = ln sum_n exp LSE_n`, `O = sum_n exp(LSE_n - LSE) O_n`. A part whose LSE is −inf is neutral,
-//! whatever its O holds.
+//! Split-KV, shared prefixes, multi-segment caches and ring attention all end with this step: `LSE = ln sum_n exp
+//! LSE_n`, `O = sum_n exp(LSE_n - LSE) O_n`. A part whose LSE is −inf is neutral, whatever its O holds.
 //!
 //! Gradients of parts are merged by adding them, [`Merge::Sum`]: there is no LSE, `O = sum_n O_n`.
 
@@ -39,7 +38,7 @@ pub struct CombineProblem {
     pub seqlen_q: u32,
     /// Heads.
     pub num_heads_q: u32,
-    /// Elements of a row.
+    /// Elements in a row of O.
     pub head_dim_v: u32,
     /// The type of the parts' O: f32, f16 or bf16.
     pub dtype_part: DType,
@@ -56,7 +55,7 @@ pub struct CombineProblem {
 }
 
 impl CombineProblem {
-    /// Contiguous b·s·h·d in and out.
+    /// Makes a problem with contiguous b·s·h·d parts and O.
     #[must_use]
     pub fn new(num_parts: u32, dtype_part: DType, dtype_o: DType, rows: Shape) -> Self {
         Self {
@@ -135,7 +134,7 @@ impl CombineProblem {
     }
 }
 
-/// A combine problem that contradicts itself nowhere.
+/// A combine problem without contradictions, made by [`CombineProblem::validate`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValidCombine(CombineProblem);
 

@@ -37,7 +37,7 @@ impl ScoreArgs<'_> {
     /// Position of the generator for a call; 0 without dropout.
     ///
     /// # Errors
-    /// A problem that drops and names no seed: calls would repeat one mask.
+    /// A problem with dropout but a call without a seed: all calls would then use one mask.
     #[inline]
     pub fn seed(&self, problem: &FwdProblem) -> Result<DropoutSeed, ProblemError> {
         let p_drop = problem.dropout.p_drop;
@@ -114,7 +114,7 @@ impl KeepMask {
     }
 }
 
-/// `floor((1 - p_drop) * 2^32)`; in 64 bits, since it is 2^32 (keep all) where `p_drop` is 0.
+/// `floor((1 - p_drop) * 2^32)`, in 64 bits, since the value is 2^32 (keep all) if `p_drop` is 0.
 #[must_use]
 pub fn keep_threshold(p_drop: f32) -> u64 {
     ((1.0 - f64::from(p_drop)) * 4_294_967_296.0) as u64

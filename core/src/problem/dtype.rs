@@ -122,7 +122,7 @@ impl DType {
         }
     }
 
-    /// The nearest value of this type (ties to even), as f64: what storing `value` keeps of it.
+    /// The nearest value of this type (ties to even), as f64: the value read back after storing `value`.
     #[must_use]
     pub fn round(self, value: f64) -> f64 {
         let mut bytes = [0; 4];
@@ -193,10 +193,10 @@ mod tests {
     fn an_exact_tie_goes_to_even_and_what_is_just_above_it_up() {
         for (dtype, step) in [(DType::F16, f64::from(f16::EPSILON)), (DType::Bf16, f64::from(bf16::EPSILON))]
         {
-            // f32 holds the tie, so nothing is inexact before the rounding to 16 bits.
+            // The tie is exact in f32, so rounding to f32 changes nothing before the rounding to 16 bits.
             let tie = 1.0 + step / 2.0;
             assert_eq!(dtype.round(tie), 1.0, "{dtype}");
-            // Cut to f32 this is the number after the tie, whose last bit is odd already.
+            // Truncated to f32, this number is the one after the tie, whose last bit is odd already.
             let above = tie + f64::from(f32::EPSILON) * 1.25;
             assert_eq!(dtype.round(above), 1.0 + step, "{dtype}");
             assert_eq!(dtype.round(-above), -1.0 - step, "{dtype}");

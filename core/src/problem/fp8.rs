@@ -1,10 +1,10 @@
 //! The four 8-bit floating-point types.
 //!
-//! E4M3FN and E5M2 are those of the OCP 8-bit Floating Point Specification (revision 1.0, sections
-//! 5.2 and 5.3); the FNUZ forms, with a bias one larger, one NaN and no −0, are those of
-//! Noune et al., "8-bit Numerical Formats for Deep Neural Networks" (arXiv 2206.02915), which
-//! gfx942 computes in. A FNUZ byte read as OCP is off by a factor of two and turns −0 into NaN. So these are
-//! four types, and every passage between them is a conversion.
+//! E4M3FN and E5M2 are those of the OCP 8-bit Floating Point Specification (revision 1.0, sections 5.2 and 5.3);
+//! the FNUZ forms, with a bias one larger, one NaN and no −0, are those of Noune et al., "8-bit Numerical Formats
+//! for Deep Neural Networks" (arXiv 2206.02915), which gfx942 computes in. A FNUZ byte read as OCP is off by a
+//! factor of two and turns −0 into NaN. So these are four types, and going from one to another is always a
+//! conversion.
 
 /// Parameters of an 8-bit format.
 struct Format {
@@ -23,7 +23,7 @@ impl Format {
         self.magnitude(self.max_bits)
     }
 
-    /// The value of finite bits without a sign.
+    /// The value of the bits of a finite number without its sign.
     const fn magnitude(&self, bits: u8) -> f64 {
         let exponent = (bits >> self.mantissa_bits) as i32;
         let mantissa = (bits & ((1 << self.mantissa_bits) - 1)) as f64;
@@ -42,7 +42,7 @@ impl Format {
                 return f32::NAN;
             }
         } else if magnitude > self.max_bits {
-            // E5M2 has infinity right above its largest finite value; all else above is NaN.
+            // E5M2 has infinity directly above its largest finite value; all larger bit patterns are NaN.
             let infinity = self.mantissa_bits == 2 && magnitude == self.max_bits + 1;
             let value = if infinity { f32::INFINITY } else { f32::NAN };
             return if sign == 0 { value } else { -value };
@@ -62,8 +62,8 @@ impl Format {
         let exponent = exponent_of(magnitude).max(1 - self.bias);
         let spacing = power_of_two(exponent - self.mantissa_bits.cast_signed());
         let units = (magnitude / spacing).round_ties_even();
-        // `units` counts steps of `spacing`: a carry out of the mantissa moves into the exponent by
-        // itself, because the bits of consecutive magnitudes are consecutive integers.
+        // A carry out of the mantissa increments the exponent correctly without extra code, because the bits of
+        // consecutive magnitudes are consecutive integers; `units` counts steps of `spacing`.
         let biased = exponent + self.bias - 1;
         let bits = (biased << self.mantissa_bits) as u32 + units as u32;
         match (bits as u8).min(self.max_bits) {
@@ -123,8 +123,8 @@ macro_rules! fp8_type {
                 (value.is_nan() || value.abs() < max + step / 2.0).then(|| Self::from_f64_saturating(value))
             }
 
-            /// The nearest value, ties to even; beyond the largest finite value, that one with the
-            /// sign kept. NaN gives NaN.
+            /// The nearest value, ties to even; a value beyond the largest finite one becomes that one with its
+            /// sign. NaN gives NaN.
             #[must_use]
             pub fn from_f64_saturating(value: f64) -> Self {
                 Self(Self::FORMAT.encode_saturating(value))
@@ -164,8 +164,8 @@ fp8_type!(
 mod tests {
     use super::*;
 
-    /// Every finite byte survives decode and encode; the value between two neighbours goes to the
-    /// nearer, a tie to the even one.
+    /// Checks that every finite byte survives decode and encode, and that a value between two neighbours rounds to
+    /// the nearer, a tie to the even one.
     fn rounds_to_nearest_even(decode: fn(u8) -> f32, encode: fn(f64) -> u8, max_bits: u8) {
         for bits in 0..max_bits {
             let (low, high) = (f64::from(decode(bits)), f64::from(decode(bits + 1)));

@@ -7,7 +7,7 @@ use crate::kv::{Append, Rotary};
 use crate::layout::{KvLayout, QLayout, Strides, VLayout};
 use crate::score::{Bias, Descale};
 
-/// Layouts of the tensors, and the rows in use.
+/// Layouts of the tensors, and whether sequences use only a part of their rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Layouts {
@@ -29,7 +29,7 @@ pub struct Layouts {
 pub struct DTypes {
     /// Type of Q, and of K in the product with Q: `dtype_qk`.
     pub qk: DType,
-    /// Type of V, `dtype_v`: that of Q and K, or f16 or bf16 beside FP8 Q and K (the hybrid scheme).
+    /// Type of V, `dtype_v`: that of Q and K, or f16 or bf16 with FP8 Q and K (the hybrid scheme).
     pub v: DType,
     /// Type of O: `dtype_o`.
     pub o: DType,
@@ -49,11 +49,11 @@ pub struct TensorStrides {
     pub o: Strides,
 }
 
-/// Steps between the product and the softmax, in this order, and the sink.
+/// Steps between the product `Q K^T` and the softmax, in the order of the fields, and the sink.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Score {
-    /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`. Any finite number; 0 is 0.
+    /// Factor of `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`. Any finite number is valid, also 0.
     #[doc(alias = "sm_scale")]
     pub softmax_scale: Option<f32>,
     /// `softcap * tanh(S / softcap)`, before the bias. Finite and positive.
@@ -79,8 +79,8 @@ pub struct Dropout {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SmallOutputs {
-    /// Whether each row's greatest score is written, of LSE's shape: after scale, function, soft-cap and bias, of the
-    /// keys that are seen, the sink not among them; -inf for a row that sees none.
+    /// Whether each row's greatest score over its visible keys is written, with LSE's shape: the score after scale,
+    /// function, soft-cap and bias, without the sink; -inf for a row that sees no key.
     pub row_max: bool,
     /// Whether the greatest of a head's row maxima is written, `[num_heads_q]`; -inf where no row sees a key.
     pub head_max: bool,
@@ -90,23 +90,23 @@ pub struct SmallOutputs {
 }
 
 impl SmallOutputs {
-    /// Whether there is none.
+    /// Whether no small output is written.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self == Self::default()
     }
 
-    /// The first that is wanted, by name.
+    /// Name of the first small output that is written.
     #[must_use]
     pub fn first(self) -> Option<&'static str> {
         let wanted = [("row_max", self.row_max), ("head_max", self.head_max), ("key_sum", self.key_sum)];
         wanted.into_iter().find_map(|(name, wanted)| wanted.then_some(name))
     }
 
-    /// Refuses small outputs in the name of a kernel that writes none.
+    /// Refuses small outputs, for a kernel that writes none.
     ///
     /// # Errors
-    /// A small output that is wanted.
+    /// The first small output of the problem.
     pub fn refuse(self, kernel: &str) -> Result<(), Refusal> {
         match self.first() {
             None => Ok(()),
@@ -129,12 +129,12 @@ pub struct Scales {
     pub scale_o: bool,
 }
 
-/// Use of a KV cache by a call, apart from reading it, and the storage of the cache.
+/// How a call uses its KV cache besides reading it, and how the cache is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct CacheUse {
-    /// FP8 type of the stored K and V with a 16-bit Q: `dtype_cache`. `None`: K and V have their own types.
-    /// Each element is multiplied by its descale and rounded to `dtype_qk` before anything else.
+    /// FP8 type of the stored K and V under a 16-bit Q: `dtype_cache`. `None`: K and V have their own types. Each
+    /// element is multiplied by its descale and rounded to `dtype_qk` when it is read.
     pub dtype: Option<DType>,
     /// Scales of K and V in `dtype` by rows, one for each token and head or block of tokens: `cache_scales`. `None`: a
     /// scale of the whole tensor or of a kv head (`descale_k`), or none.
@@ -142,9 +142,9 @@ pub struct CacheUse {
     /// Format of K's rows where they are bytes with scales of their own: `cache_rows`. Strides of K are in bytes then.
     /// `None`: rows of elements.
     pub rows: Option<CacheRows>,
-    /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
+    /// Whether V is the first `head_dim_v` elements of K's rows (MLA) instead of a tensor of its own.
     pub v_in_k: bool,
-    /// New keys and values to write to the cache first.
+    /// New keys and values, written to the cache before attention.
     pub append: Option<Append>,
     /// Rotary embedding of Q and of new keys.
     pub rotary: Option<Rotary>,

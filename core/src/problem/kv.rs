@@ -1,10 +1,10 @@
-//! Use of a KV cache by a call, apart from reading it: the call appends new keys and values, rotates by
-//! position, and widens a cache that is narrower than its arithmetic.
+//! How a call uses a KV cache besides reading it: it appends new keys and values, applies rotary embeddings, and
+//! converts a cache in a narrow type to the type of its arithmetic.
 
 use crate::dtype::DType;
 use crate::layout::{QLayout, Strides};
 
-/// New keys and values: written to the cache at rows `seqused_k[b] ..`, then attended to like the rest.
+/// New keys and values: written to the cache from row `seqused_k[b]` on, then used like the other keys.
 ///
 /// k_new `[batch, seqlen_new, num_heads_kv, head_dim_qk]` and v_new `[.., head_dim_v]`, in the types of K and V,
 /// or packed by `cu_seqlens_new`.
@@ -12,15 +12,15 @@ use crate::layout::{QLayout, Strides};
 pub struct Append {
     /// A batch axis, or sequences one after another.
     pub layout: QLayout,
-    /// New rows of a sequence; packed, an upper bound over the sequences.
+    /// New rows of each sequence; with packed rows, an upper bound over the sequences.
     pub seqlen_new: u32,
     /// Strides of k_new.
     pub k_new: Strides,
-    /// Strides of v_new; unused where V lies in K.
+    /// Strides of v_new; unused if V lies in K.
     pub v_new: Strides,
 }
 
-/// Pairs of a row's elements that the rotation combines.
+/// Which two elements of a row form a pair that the rotation combines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RotaryPairs {
@@ -30,11 +30,11 @@ pub enum RotaryPairs {
     Half,
 }
 
-/// Rotary embedding: Q's rows, and k_new's before they are written, are turned by their positions' angles,
-/// computed in f32 and rounded to their type once.
+/// Rotary embedding: Q's rows, and k_new's rows before they are written, are rotated by the angles of their
+/// positions, in f32, and rounded to their type once.
 ///
-/// cos and sin are `[max_pos, dim / 2]`, contiguous. A new key stands at the row it is written to; query i
-/// at `seqused_k[b] + i` under a causal mask or a window, and at `seqused_k[b]` otherwise.
+/// cos and sin are `[max_pos, dim / 2]`, contiguous. A new key's position is the row that it is written to; query i
+/// has position `seqused_k[b] + i` under a causal mask or a window, and `seqused_k[b]` otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rotary {
     /// Number of leading elements of a row that are rotated: even, at most `head_dim_qk`.
@@ -43,7 +43,7 @@ pub struct Rotary {
     pub pairs: RotaryPairs,
     /// Rows of cos and sin.
     pub max_pos: u32,
-    /// Their type: f32, or that of Q.
+    /// Type of cos and sin: f32, or that of Q.
     pub dtype: DType,
 }
 
@@ -64,8 +64,8 @@ impl Rotary {
         }
     }
 
-    /// Turns a row in place; `angle` gives (cos, sin) of the i-th pair. Two products and a sum, each
-    /// rounded to f32: no fused operation, so that every backend has the same bits.
+    /// Rotates a row in place; `angle` gives (cos, sin) of the i-th pair. Each element is two products and a sum,
+    /// each rounded to f32: without fused operations every backend gets equal bits.
     pub fn turn(&self, row: &mut [f32], angle: impl Fn(u32) -> (f32, f32)) {
         for i in 0..self.dim / 2 {
             let ((a, b), (cos, sin)) = (self.pair(i), angle(i));
@@ -84,7 +84,7 @@ mod tests {
     fn each_pair_turns_by_its_own_angle_and_what_lies_behind_stays() {
         let angle = |i: u32| [(0.5, 2.0), (-3.0, 0.25)][i as usize];
         for (pairs, turned) in [
-            // (1, 2) by the first, (3, 5) by the second.
+            // The first layout pairs elements (1, 2), the second (3, 5).
             (
                 RotaryPairs::Interleaved,
                 [1.0 * 0.5 - 2.0 * 2.0, 2.0 * 0.5 + 1.0 * 2.0, -9.0 - 1.25, -15.0 + 0.75],

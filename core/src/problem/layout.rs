@@ -16,7 +16,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Number of elements; `u64::MAX` where there are more, which no valid problem has.
+    /// Number of elements; `u64::MAX` if there are more, which no valid problem has.
     #[must_use]
     pub fn num_elems(self) -> u64 {
         let extents = self.axes().map(|(_, extent)| u64::from(extent));
@@ -38,8 +38,8 @@ impl Shape {
 /// Element strides over the logical axes `[batch, seq, head, dim]`: the memory order is the
 /// caller's, and b·s·h·d, b·h·s·d and packed b·s·3·h·d are the same call.
 ///
-/// A stride is at least 0, and more in an output: validation refuses a negative one by its tensor, axis and number.
-/// The stride of an axis of extent 1 is never used and may be anything.
+/// A stride is at least 0, and in an output at least 1: validation refuses others and names tensor, axis and
+/// number. The stride of an axis of extent 1 is never used and may be anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strides {
     /// Stride between sequences, or between pages; unused when packed.
@@ -52,8 +52,7 @@ pub struct Strides {
     pub dim: i64,
 }
 
-/// Contiguous strides that do not fit i64 saturate: they reach beyond every valid tensor, and
-/// validation says so.
+/// Contiguous strides that do not fit i64 saturate: no valid tensor is that large, so validation refuses them.
 impl Strides {
     /// Contiguous `[batch, seq, head, dim]`.
     #[must_use]
@@ -89,7 +88,7 @@ impl Strides {
             + i64::from(dim) * self.dim
     }
 
-    /// One past the largest element offset that `shape` reaches; 0 when it is empty. `None` when a
+    /// Number of elements of memory from offset 0 to the last element of `shape`; 0 if it is empty. `None` if a
     /// stride is negative or the offset does not fit i64.
     #[must_use]
     #[inline]
@@ -97,7 +96,8 @@ impl Strides {
         if shape.is_empty() {
             return Some(0);
         }
-        // Each call measures each tensor: axis by axis, since a loop over them takes three times as long.
+        // Unrolled axis by axis, since each call measures each tensor and a loop over the axes takes three times as
+        // long.
         let beyond = |last: i64, stride: i64, extent: u32| match extent {
             1 => Some(last),
             _ if stride < 0 => None,
@@ -110,7 +110,7 @@ impl Strides {
         last.checked_add(1).map(i64::unsigned_abs)
     }
 
-    /// The first axis with a negative stride, if one of more than one element has it.
+    /// The first axis of more than one element whose stride is negative.
     pub(crate) fn negative_axis(self, shape: Shape) -> Option<(&'static str, i64)> {
         let strides = [self.batch, self.seq, self.head, self.dim];
         shape
@@ -122,8 +122,8 @@ impl Strides {
 
     /// Whether no two elements of `shape` can share an address.
     ///
-    /// Sufficient, not necessary: sorted by stride, each axis steps beyond all that the smaller ones
-    /// reach. Every order of nested axes, with any padding between them, passes.
+    /// The test is sufficient, not necessary: sorted by stride, each axis must step beyond all offsets of the axes
+    /// with smaller strides. Every order of nested axes, with any padding between them, passes.
     #[must_use]
     pub fn is_injective(self, shape: Shape) -> bool {
         if shape.is_empty() {
@@ -195,8 +195,8 @@ impl KvLayout {
     }
 }
 
-/// Rows of packed tensors and pages of paged ones: known with a call's tensors, not when it is planned,
-/// so that a server that packs anew at each step plans once. Each is there iff the problem's layout has it.
+/// Rows of packed tensors and pages of paged ones: given with a call's tensors, not at planning, so that a server
+/// whose steps differ in them plans once. Each is given iff the problem's layout has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Totals {
     /// Rows of packed Q and O.
@@ -210,10 +210,10 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// Totals of a problem with a batch axis on both sides: none.
+    /// Totals of a problem whose Q and K have a batch axis: none is given.
     pub const NONE: Self = Self { total_q: None, total_k: None, num_pages: None, total_new: None };
 
-    /// Totals of a problem that is packed on both sides.
+    /// Totals of a problem with packed Q and packed K.
     #[must_use]
     pub const fn packed(total_q: u32, total_k: u32) -> Self {
         Self { total_q: Some(total_q), total_k: Some(total_k), ..Self::NONE }
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(found(0, 4), None);
         assert_eq!(found(0, -3), Some(("head", -3)));
         assert_eq!(found(-5, -3), Some(("seq", -5)));
-        // A negative stride has no extent; a stride of 0, one row of memory for all rows, has one.
+        // A negative stride has no extent; a stride of 0, where all rows are one row of memory, has an extent.
         let reach = |seq| Strides { batch: -7, seq, head: 4, dim: 1 }.extent(shape);
         assert_eq!((reach(-1), reach(0)), (None, Some(12)));
     }

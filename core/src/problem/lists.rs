@@ -1,4 +1,4 @@
-//! Lists of keys: which keys a query sees, named one by one.
+//! Lists of keys: the keys that a query sees are listed one by one.
 
 use super::{FwdProblem, MAX_SEQLEN, check_input, check_unit_stride};
 use crate::dtype::DType;
@@ -11,22 +11,22 @@ use crate::score::Bias;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ListEntries {
-    /// A key's position in its sequence. A negative entry is absent, and one at or past the length.
+    /// A key's position in its sequence. An entry that is negative, or not below the length, is absent.
     Positions,
-    /// A key's place in the pages of the call, `page * page_size + offset`; there is no block table. A negative entry
-    /// is absent, and one at or past `num_pages * page_size`. An address has no position: what depends on one is
-    /// refused.
+    /// A key's place in the pages of the call, `page * page_size + offset`; there is no block table. An entry that
+    /// is negative, or not below `num_pages * page_size`, is absent. An address has no position, so options that
+    /// need positions are refused.
     Addresses,
-    /// A run of keys: entry `e` stands for positions `e * size ..` up to `(e + 1) * size` or the length. A negative
-    /// entry is absent, and one whose first position is at or past the length.
+    /// A run of keys: entry `e` stands for positions from `e * size` up to `(e + 1) * size` or the length. An entry
+    /// that is negative, or whose first position is not below the length, is absent.
     Blocks {
         /// Keys of a block, at least 1.
         size: u32,
     },
 }
 
-/// Meaning of `topk_length`, i32; entries at and past it are never read. A number below 0 counts as 0, one
-/// beyond `topk` as `topk`.
+/// Unit of `topk_length`, i32; entries past that count are never read. A number below 0 counts as 0, one above
+/// `topk` as `topk`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ListLength {
@@ -41,8 +41,8 @@ pub enum ListLength {
 /// A list of keys for each query token and kv head, in place of all keys: `indices`, i32 `[batch, seqlen_q,
 /// num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`, read where the kernel runs.
 ///
-/// A list is a multiset: a key that stands twice counts twice. Band, bias, `ALiBi`, functions and dropout see a key's
-/// position; a query that lists no visible key is an empty row.
+/// A list is a multiset: a key that is listed twice counts twice. Band, bias, `ALiBi`, functions and dropout use a
+/// key's position; a query that lists no visible key is an empty row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct KeyLists {
@@ -54,7 +54,7 @@ pub struct KeyLists {
     pub length: ListLength,
     /// Strides of `indices`: from sequence to sequence, token to token, kv head to kv head, and 1 from entry to entry.
     pub strides: Strides,
-    /// Whether LSE is that of the keys alone, where there is a sink.
+    /// Whether LSE leaves out the sink, if there is one.
     pub lse_without_sink: bool,
 }
 
@@ -77,11 +77,11 @@ impl KeyLists {
         length: ListLength => length;
         /// Strides of `indices`.
         strides: Strides => strides;
-        /// Whether LSE is that of the keys alone.
+        /// Whether LSE leaves out the sink.
         lse_without_sink: bool => lse_without_sink;
     }
 
-    /// Shape of `indices`; packed, `batch` is 1 and `seq` is `total_q`.
+    /// Shape of `indices`; for packed queries `batch` is 1 and `seq` is `total_q`.
     #[must_use]
     pub fn shape(&self, problem: &FwdProblem, totals: Totals) -> Shape {
         let dims = problem.dims;
@@ -103,7 +103,7 @@ impl KeyLists {
         }
     }
 
-    /// Keys that the longest list may name, those that stand twice counted twice.
+    /// Number of keys that the longest list may name, duplicates included.
     #[must_use]
     pub fn most_keys(&self) -> u64 {
         match self.entries {
@@ -125,7 +125,7 @@ impl FwdProblem {
     pub(crate) fn check_lists(&self) -> Result<(), ProblemError> {
         let Some(lists) = &self.lists else { return Ok(()) };
         let topk = lists.topk;
-        // Entries are counted in i32, a warp's or a wave's at a time.
+        // Kernels count entries in i32, those of a warp or wave at a time.
         let most = MAX_SEQLEN;
         ensure!(topk <= most, "topk", "topk {topk} is larger than {most}");
         if let ListEntries::Blocks { size } = lists.entries {

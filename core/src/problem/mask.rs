@@ -9,9 +9,9 @@ use crate::error::ProblemError;
 /// Start of the diagonal of a causal or window mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskAlign {
-    /// The first key: query 0 stands on key 0.
+    /// The first key: the diagonal pairs query 0 with key 0.
     TopLeft,
-    /// The last key: the last query stands on the last key.
+    /// The last key: the diagonal pairs the last query with the last key.
     BottomRight,
 }
 
@@ -44,7 +44,7 @@ pub enum MaskShape {
     },
 }
 
-/// A mask: its shape, and how many leading keys stay visible whatever the lower bound says.
+/// A mask: its shape, and how many leading keys (sink columns) the lower bound never hides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MaskSpec {
     /// The band.
@@ -54,35 +54,34 @@ pub struct MaskSpec {
     pub sink_columns: u32,
 }
 
-/// The bounds of a mask before it meets a sequence: relative to the diagonal it names.
-///
-/// This is the form that reaches a device: two optional numbers and the alignment.
+/// The bounds of a mask before a sequence's lengths are known, relative to the diagonal. A device gets this form:
+/// two optional numbers and the alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MaskBounds {
     /// Smallest visible `j - i - diag`.
     pub lo: Option<i64>,
     /// Largest visible `j - i - diag`.
     pub hi: Option<i64>,
-    /// Sets `diag`: 0, or `seqlen_k - seqlen_q`.
+    /// Defines the diagonal `diag`: 0 for top-left, `seqlen_k - seqlen_q` for bottom-right.
     pub align: MaskAlign,
 }
 
-/// Active bounds of a mask, a compile-time property of a kernel.
+/// Which bounds a mask has: a compile-time property of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskKind {
     /// No bound.
     Full,
     /// An upper bound only.
     Upper,
-    /// A lower bound, perhaps an upper one, perhaps sink columns.
+    /// A lower bound, with or without an upper bound and sink columns.
     Band,
 }
 
 /// The one form that kernels see: key j is visible to query i iff `lo <= j - i <= hi`, or
 /// `j < sink_columns` and `j - i <= hi`.
 ///
-/// Clamped to `-seqlen_q..=seqlen_k`, which changes nothing (`j - i` lies within) and keeps every
-/// sum with a position inside i32 + 1 bit.
+/// Bounds are clamped to `-seqlen_q..=seqlen_k`, which changes no result (`j - i` lies within) and keeps every sum
+/// with a position inside 33 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MaskBand {
     /// Smallest visible `j - i`.
@@ -96,7 +95,7 @@ pub struct MaskBand {
 /// Relation of a tile of scores to the band.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockClass {
-    /// No key is visible to any query: costs nothing.
+    /// No key is visible to any query: a kernel skips the tile.
     Skipped,
     /// Some are: pays for the mask.
     Edge,
@@ -108,10 +107,10 @@ impl MaskSpec {
     /// Every key visible.
     pub const NONE: Self = Self { shape: MaskShape::None, sink_columns: 0 };
 
-    /// Causal, the last query on the last key: what FlashAttention calls causal.
+    /// Causal, the last query aligned with the last key, as in FlashAttention.
     pub const CAUSAL: Self = Self { shape: MaskShape::Causal(MaskAlign::BottomRight), sink_columns: 0 };
 
-    /// The bounds relative to the diagonal.
+    /// The bounds of the mask relative to its diagonal.
     #[must_use]
     pub fn bounds(self) -> MaskBounds {
         match self.shape {
@@ -147,7 +146,7 @@ impl MaskSpec {
         MaskBand {
             lo: lo.map_or(least, |lo| (lo + diag).clamp(least, most)),
             hi: hi.map_or(most, |hi| (hi + diag).clamp(least, most)),
-            // Without a lower bound nothing is hidden that a sink column could show.
+            // Without a lower bound no key is hidden that a sink column could show.
             sink_columns: lo.map_or(0, |_| i64::from(self.sink_columns).min(most)),
         }
     }
@@ -183,8 +182,8 @@ impl MaskBand {
         distance <= self.hi && (distance >= self.lo || j < self.sink_columns)
     }
 
-    /// The keys, as a half-open range, outside which no query of `rows` sees anything; sink columns
-    /// apart, which [`sink_range`](Self::sink_range) gives. `rows` is half-open and not empty.
+    /// The half-open range of keys outside which no query of `rows` sees a key, except sink columns, which
+    /// [`sink_range`](Self::sink_range) gives. `rows` is half-open and not empty.
     #[must_use]
     pub fn k_range(self, rows: std::ops::Range<u32>, seqlen_k: u32) -> std::ops::Range<u32> {
         let seqlen_k = i64::from(seqlen_k);
@@ -201,8 +200,8 @@ impl MaskBand {
         0..self.sink_columns.min(last_visible).min(before).max(0) as u32
     }
 
-    /// The band's keys of query `i` alone, half-open and within the sequence: its first key, and one past
-    /// its last. Sink columns apart, as in [`k_range`](Self::k_range).
+    /// The band's keys of query `i` alone, half-open and within the sequence: its first key, and one past its last.
+    /// Sink columns are left out, as in [`k_range`](Self::k_range).
     #[must_use]
     pub fn row_range(self, i: u32, seqlen_k: u32) -> std::ops::Range<u32> {
         self.k_range(i..i + 1, seqlen_k)
@@ -411,8 +410,8 @@ mod tests {
                             _ if seen == pairs().count() => BlockClass::Inside,
                             _ => BlockClass::Edge,
                         };
-                        // An edge is safe anywhere. Where no tile has keys of both the sinks and the rest, and
-                        // the band is not empty, it is exact.
+                        // Every tile class must be safe. It must be exact if no tile has both sink columns and
+                        // other keys, and the band is not empty.
                         let one_kind = spec.sink_columns == 0 || k_end == k_start + 1;
                         let decided = class != BlockClass::Edge || one_kind && band.lo <= band.hi;
                         assert!(!decided || class == exact, "{spec} {start}..{end} {k_start}..{k_end}");

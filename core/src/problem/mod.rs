@@ -1,4 +1,4 @@
-//! The forward problem: every fact of a call but its pointers.
+//! The forward problem: every fact of a call except its pointers.
 
 pub mod block_scales;
 mod blocks;
@@ -54,10 +54,10 @@ pub struct Dims {
     /// Sequences.
     #[doc(alias = "b")]
     pub batch: u32,
-    /// Queries of a sequence; packed, an upper bound over the sequences.
+    /// Queries of a sequence; with packed rows, an upper bound over the sequences.
     #[doc(alias = "max_seqlen_q")]
     pub seqlen_q: u32,
-    /// Keys of a sequence; packed or paged, an upper bound over the sequences.
+    /// Keys of a sequence; with packed rows or pages, an upper bound over the sequences.
     #[doc(alias = "max_seqlen_k")]
     pub seqlen_k: u32,
     /// Query heads, a multiple of `num_heads_kv`.
@@ -70,11 +70,11 @@ pub struct Dims {
     pub head_dim_v: u32,
 }
 
-/// Longest sequence, and most rows of a packed tensor: 65535 short of 2^31, so that the index of a
-/// tile's last row, though it lie beyond the sequence, fits 31 bits in every kernel.
+/// Longest sequence, and most rows of a packed tensor: 2^31 - 65536. The index of a tile's last row may lie beyond
+/// the sequence, and must fit 31 bits in every kernel.
 pub const MAX_SEQLEN: u32 = i32::MAX.unsigned_abs() - 0xFFFF;
 
-/// Largest head dimension that is a sound problem; which sizes a kernel takes is its own to say.
+/// Largest head dimension of a valid problem; each kernel has its own limits below it.
 pub const MAX_HEAD_DIM: u32 = 1024;
 
 /// A forward call without its pointers. [`validate`](Self::validate) it, then plan it.
@@ -84,8 +84,8 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 /// num_heads_q, head_dim_v]`; packed, batch and sequence are one axis of `total_q` or `total_k` rows;
 /// paged, K and V are `[num_pages, page_size, ..]`. Every tensor has strides of its own.
 ///
-/// Fields stand in groups; the setters bear the contract's names, which errors use too:
-/// `problem.score.softcap` is read, and `problem.softcap(30.0)` is the problem with it.
+/// Fields are grouped; the setters have the contract's names, which errors use too: `problem.score.softcap` is
+/// read, and `problem.softcap(30.0)` is the problem with it.
 ///
 /// ```
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec};
@@ -101,15 +101,15 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 pub struct FwdProblem {
     /// The sizes.
     pub dims: Dims,
-    /// How the tensors lie, and which of their rows are in use.
+    /// Layouts of the tensors, and which of their rows are in use.
     pub layout: Layouts,
-    /// The types of their elements.
+    /// Element types of the tensors.
     pub dtypes: DTypes,
     /// Strides of the tensors.
     pub strides: TensorStrides,
-    /// Which keys a query sees.
+    /// The mask: which keys a query sees.
     pub mask: MaskSpec,
-    /// The keys that each query lists, in place of all keys.
+    /// Lists of the keys that each query uses, instead of all keys.
     pub lists: Option<KeyLists>,
     /// A second cache in the same softmax.
     pub second: Option<SecondCache>,
@@ -119,7 +119,7 @@ pub struct FwdProblem {
     pub score: Score,
     /// A score and a mask as code.
     pub code: Code,
-    /// Which elements of P are dropped.
+    /// Dropout: which elements of P are dropped.
     pub dropout: Dropout,
     /// Factors of FP8 tensors.
     pub scales: Scales,
@@ -127,30 +127,31 @@ pub struct FwdProblem {
     pub block_scales: Option<BlockScales>,
     /// Changes to the KV cache and to how it is read: append, rotary embedding, tree mask.
     pub cache: CacheUse,
-    /// Place of the call within a larger one that it is a part of.
+    /// Position of this call within a larger whole that it is a part of.
     pub part: Part,
     /// Whether LSE is written: f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     #[doc(alias = "softmax_lse")]
     pub write_lse: bool,
-    /// Small outputs of the scores and probabilities that are written too.
+    /// Optional small outputs, such as row maxima and sums of probabilities.
     pub outputs: SmallOutputs,
-    /// Number of pieces in which K and V come while the call runs, at most [`MAX_ARRIVALS`]; 0: they are
-    /// there before it. The operands are [`Arrivals`](crate::Arrivals).
+    /// Number of pieces in which K and V arrive while the call runs, at most [`MAX_ARRIVALS`]; 0 if they are
+    /// complete before the call. [`Arrivals`](crate::Arrivals) has the operands.
     pub arrivals: u32,
 }
 
-/// Most pieces in which K and V come: a bit each of a 64-bit word.
+/// Largest number of pieces in which K and V may arrive: each has one bit of a 64-bit word.
 pub const MAX_ARRIVALS: u32 = 64;
 
 impl FwdProblem {
-    /// Batch mode, contiguous b·s·h·d, one type throughout; every option off. The setters turn them on.
+    /// A problem in batch mode, contiguous b·s·h·d, with one type throughout and every option off. Setters turn
+    /// options on.
     #[must_use]
     pub fn batch(dtype: DType, dims: Dims) -> Self {
         Self::new(QLayout::Batch, KvLayout::Strided, dtype, dims)
     }
 
-    /// Group mode (varlen): packed rows on both sides, contiguous s·h·d. The lengths of `dims` are
-    /// upper bounds; how many rows there are is said with the tensors ([`Totals`]).
+    /// A problem in group mode (varlen): packed Q and K, contiguous s·h·d. The lengths of `dims` are upper bounds;
+    /// the numbers of rows are given with the tensors ([`Totals`]).
     #[doc(alias = "varlen")]
     #[must_use]
     pub fn group(dtype: DType, dims: Dims) -> Self {
@@ -205,7 +206,7 @@ impl FwdProblem {
         seqused_k: bool => layout.seqused_k;
         /// The type of Q, and of K in products with it.
         dtype_qk: DType => dtypes.qk;
-        /// The type of V: that of Q and K, or f16/bf16 beside FP8 Q and K.
+        /// The type of V: that of Q and K, or f16 or bf16 with FP8 Q and K.
         dtype_v: DType => dtypes.v;
         /// The type of O.
         dtype_o: DType => dtypes.o;
@@ -229,7 +230,7 @@ impl FwdProblem {
         mask_bits: impl Into<Option<MaskBits>> => masks.bits;
         /// Blocks of queries and keys.
         block_lists: impl Into<Option<BlockLists>> => masks.block_lists;
-        /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
+        /// Factor of `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
         softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
         /// `softcap * tanh(S / softcap)`, before the bias.
         softcap: impl Into<Option<f32>> => score.softcap;
@@ -255,9 +256,9 @@ impl FwdProblem {
         scale_o: bool => scales.scale_o;
         /// Scales by blocks of Q, K and V.
         block_scales: impl Into<Option<BlockScales>> => block_scales;
-        /// The FP8 type that K and V are stored in beside a 16-bit Q.
+        /// FP8 type of the stored K and V under a 16-bit Q.
         dtype_cache: impl Into<Option<DType>> => cache.dtype;
-        /// Format of K's rows where they are bytes with scales of their own.
+        /// Format of K's rows if they are bytes that include their own scales.
         cache_rows: impl Into<Option<CacheRows>> => cache.rows;
         /// Scales of a cache in FP8 by rows.
         cache_scales: impl Into<Option<CacheScales>> => cache.scales;
@@ -279,39 +280,39 @@ impl FwdProblem {
         head_max: bool => outputs.head_max;
         /// Whether each key's sum of probabilities is written.
         key_sum: bool => outputs.key_sum;
-        /// Number of pieces in which K and V come while the call runs.
+        /// Number of pieces in which K and V arrive while the call runs.
         arrivals: u32 => arrivals;
         /// Whether the dropout keep mask is written.
         write_keep_mask: bool => dropout.write_keep_mask;
     }
 
-    /// Q's shape (and dQ's) as far as planning knows it: of a packed tensor, a sequence of the longest
-    /// length. [`extents`](Self::extents) has the whole tensor's.
+    /// Q's shape (and dQ's) as known at planning: for a packed tensor, a sequence of the longest length.
+    /// [`extents`](Self::extents) gives the whole tensor's.
     #[must_use]
     pub fn shape_q(&self) -> Shape {
         self.longest().q
     }
 
-    /// K's shape (and dK's) as far as planning knows it: of a packed tensor, one sequence of the longest
-    /// length; of a paged one, as many pages as that takes.
+    /// K's shape (and dK's) as known at planning: for a packed tensor, one sequence of the longest length; for a
+    /// paged one, the pages of one such sequence.
     #[must_use]
     pub fn shape_k(&self) -> Shape {
         self.longest().k
     }
 
-    /// V's shape (and dV's), as [`shape_k`](Self::shape_k).
+    /// V's shape (and dV's) as known at planning, like [`shape_k`](Self::shape_k).
     #[must_use]
     pub fn shape_v(&self) -> Shape {
         self.longest().v
     }
 
-    /// O's shape (and dO's), as [`shape_q`](Self::shape_q).
+    /// O's shape (and dO's) as known at planning, like [`shape_q`](Self::shape_q).
     #[must_use]
     pub fn shape_o(&self) -> Shape {
         self.longest().o
     }
 
-    /// The tensors' extents, of packed rows and of pages as many as the longest sequence may have, two at least.
+    /// The tensors' extents with as many packed rows or pages as the longest sequence has, and at least two.
     fn longest(&self) -> Extents {
         let Dims { seqlen_q, seqlen_k, .. } = self.dims;
         let pages = self.layout.kv.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
@@ -319,9 +320,9 @@ impl FwdProblem {
         self.extents(Totals { total_q, total_k, num_pages, total_new: None })
     }
 
-    /// The least extents that planning knows: two for packed rows and for pages, since the stride from one to
-    /// the next is used. The real number comes with the call, may be less than an upper bound of the lengths,
-    /// and is checked again.
+    /// The smallest extents that a call may have: two for packed rows and for pages, since the stride from one to
+    /// the next is then used. The call's own extents may be below the upper bounds of the lengths, and are checked
+    /// at the call.
     pub(crate) fn fewest(&self) -> Extents {
         let two = Some(2);
         self.extents(Totals { total_q: two, total_k: two, num_pages: two, total_new: None })
@@ -367,13 +368,13 @@ impl FwdProblem {
         Shape { batch, seq: seqlen_q, head: num_heads_q, dim: seqlen_k }.num_elems()
     }
 
-    /// The scale in force: the caller's, or `1 / sqrt(head_dim_qk)`.
+    /// The scale that is used: the caller's, or `1 / sqrt(head_dim_qk)`.
     #[must_use]
     pub fn resolved_softmax_scale(&self) -> f32 {
         self.score.softmax_scale.unwrap_or_else(|| 1.0 / (self.dims.head_dim_qk as f32).sqrt())
     }
 
-    /// Query heads per key and value head; 0 where there are no such heads, which no valid problem has.
+    /// Query heads per key and value head; 0 if there are no kv heads, which no valid problem has.
     #[must_use]
     pub fn gqa_ratio(&self) -> u32 {
         self.dims.num_heads_q.checked_div(self.dims.num_heads_kv).unwrap_or(0)
@@ -422,7 +423,7 @@ impl FwdProblem {
         Ok(())
     }
 
-    /// Elements of the sums of keys.
+    /// Number of elements of the output `key_sum`.
     #[must_use]
     pub fn key_sum_elems(&self) -> u64 {
         let Dims { batch, seqlen_k, num_heads_q, .. } = self.dims;
@@ -555,7 +556,7 @@ impl FwdProblem {
         check_output("o", self.strides.o, extents.o, self.dtypes.o)
     }
 
-    /// The extents of a call's tensors, checked: what planning could not know of packed and paged ones.
+    /// The checked extents of a call's tensors, for packed and paged tensors whose sizes planning does not have.
     ///
     /// # Errors
     /// A total that is missing, given without need or too large, and strides that do not go with it.
@@ -603,8 +604,7 @@ pub struct Extents {
     pub lse_elems: u64,
 }
 
-/// A forward problem that contradicts itself nowhere. It cannot be made otherwise than by
-/// [`FwdProblem::validate`].
+/// A forward problem without contradictions. Only [`FwdProblem::validate`] makes one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValidFwd(FwdProblem);
 
@@ -617,9 +617,8 @@ impl std::ops::Deref for ValidFwd {
 }
 
 impl ValidFwd {
-    /// Bytes from a tensor's first element to its last, both included: what its memory must cover.
-    ///
-    /// `shape` and `strides` are those of a tensor that validation saw.
+    /// Bytes of memory that a tensor needs: from its first element to its last, both included. `shape` and
+    /// `strides` belong to a validated tensor.
     #[must_use]
     #[inline]
     pub fn extent_bytes(strides: Strides, shape: Shape, dtype: DType) -> u64 {

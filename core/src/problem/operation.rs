@@ -17,7 +17,7 @@ use crate::sparse::ValidChoose;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Operation {
-    /// O and LSE of Q, K and V.
+    /// Computes O and LSE from Q, K and V.
     Forward,
     /// Gradients.
     Backward,

@@ -1,15 +1,14 @@
-//! A call that is a part of a larger one: some queries against some keys of each sequence, some of its heads.
+//! A call that is a part of a larger one: a range of queries, keys, sequences and heads.
 
 use crate::dropout::{DropoutSeed, KeepMask};
 use crate::error::{ProblemError, Refusal, ensure};
 use crate::mask::{MaskAlign, MaskBand, MaskBounds};
 use crate::problem::{FwdProblem, MAX_SEQLEN};
 
-/// Position of a call's first query, key, sequence and head in a larger whole. Mask, ALiBi and dropout use
-/// the positions of the whole, so a part computes what it would compute inside the whole. The default is a
-/// call that is whole.
+/// Position of a call's first query, key, sequence and head in a larger whole. Mask, ALiBi and dropout use the
+/// positions of the whole, so a part has the same results as inside the whole. By default a call is the whole.
 ///
-/// An elementwise bias and the keep mask are those of the call itself: the caller's slice of the whole.
+/// An elementwise bias and the keep mask cover only the call: the caller passes slices of the whole.
 ///
 /// ```
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec, Part};
@@ -28,14 +27,14 @@ pub struct Part {
     pub position_q: u32,
     /// Position of the first key of each sequence.
     pub position_k: u32,
-    /// Queries and keys of each whole sequence, for the diagonal of a bottom-right mask; `None`: the whole ends where
-    /// the part does.
+    /// Numbers of queries and keys of each whole sequence, for the diagonal of a bottom-right mask; `None`: the
+    /// whole ends where the part ends.
     pub seqlens: Option<[u32; 2]>,
     /// Index of the first sequence, for dropout.
     pub batch: u32,
     /// Index of the first query head, for dropout.
     pub head: u32,
-    /// Query heads of the whole, for dropout; `None`: as many as the call has.
+    /// Query heads of the whole, for dropout; `None`: the call's own number.
     pub num_heads_q: Option<u32>,
 }
 
@@ -64,7 +63,7 @@ impl Part {
     /// call, and the distance from it.
     pub(crate) fn diagonal_on_device(&self, align: MaskAlign) -> (MaskAlign, i64) {
         match (align, self.seqlens) {
-            // The whole ends where the part does, so its last query stands on its last key.
+            // The whole ends where the part ends, so the part's last query is on the diagonal with its last key.
             (MaskAlign::BottomRight, None) => (MaskAlign::BottomRight, 0),
             _ => (MaskAlign::TopLeft, self.diagonal(align, 0, 0)),
         }
@@ -87,8 +86,8 @@ impl FwdProblem {
         }
     }
 
-    /// Diagonal that `ALiBi` measures its distance from: its term is `-slope * |i + diagonal - j|` of the
-    /// call's i and j.
+    /// Diagonal from which `ALiBi` measures its distance: its term is `-slope * |i + diagonal - j|` for the call's
+    /// i and j.
     #[must_use]
     pub fn alibi_diagonal(&self, seqlen_q: u32, seqlen_k: u32) -> i64 {
         self.part.diagonal(self.mask.alibi_align(), seqlen_q, seqlen_k)
@@ -116,7 +115,7 @@ impl FwdProblem {
     /// once with one call of the generator.
     ///
     /// # Errors
-    /// Dropout of a part whose first key is not the first of such four in the whole.
+    /// Dropout in a part whose first key's position in the whole is not a multiple of four.
     pub fn refuse_dropout_between_quads(&self, kernel: &str) -> Result<(), Refusal> {
         let position_k = self.part.position_k;
         if !(self.drops() || self.dropout.write_keep_mask) || position_k.is_multiple_of(4) {
@@ -157,7 +156,8 @@ impl FwdProblem {
             "batch {batch} and {} sequences of {heads} heads are more than 2^32 - 1",
             dims.batch
         );
-        // The cache's positions are the whole's: what is appended, rotated or shown by a tree stands at its end.
+        // Positions in the cache are positions in the whole: appended and rotated rows and a tree mask are at its
+        // end.
         let cache = &self.cache;
         ensure!(
             self.part.is_whole() || cache.append.is_none() && cache.rotary.is_none() && !cache.tree_mask,
@@ -193,7 +193,7 @@ mod tests {
             .p_drop(0.5)
     }
 
-    /// The band as the device's code resolves it.
+    /// The band as the device code resolves it.
     fn on_a_device(problem: &FwdProblem, seqlen_q: u32, seqlen_k: u32) -> MaskBand {
         let (bounds, sinks) = problem.device_mask();
         let diag = bounds.align.diagonal(seqlen_q, seqlen_k);
@@ -214,7 +214,7 @@ mod tests {
             assert_eq!(band, whole.mask.band(7, 9), "{mask}");
             assert_eq!(on_a_device(&whole, 7, 9), band, "{mask}");
             for (q, k) in (0..7).flat_map(|q| (0..9).map(move |k| (q, k))) {
-                // One that ends inside the whole, and one that ends with it and need not say where that is.
+                // Parts that end inside the whole, and parts that end with it, which need not give its lengths.
                 for (rows, keys, seqlens) in [(1, 2.min(9 - k), Some(WHOLE)), (7 - q, 9 - k, None)] {
                     let part = Part { position_q: q, position_k: k, seqlens, ..Part::default() };
                     let part = problem(mask, rows, keys).part(part);

@@ -1,4 +1,4 @@
-//! Rows of bytes of a latent cache: values in FP8 with scales of their own, and a rotary part of 16 bits.
+//! Rows of bytes of a latent cache: FP8 values with their own scales, and a rotary part in 16 bits.
 
 use super::{Dims, FwdProblem};
 use crate::dtype::DType;
@@ -6,16 +6,17 @@ use crate::error::{ProblemError, Refusal, ensure};
 use crate::fp8::E4m3Fn;
 use crate::layout::{KvLayout, Shape};
 
-/// Format of the rows of a quantised latent cache, as `FlashMLA` has them. A value is its E4M3 number times its scale,
-/// in f32, rounded to bf16; the last 64 elements are bf16.
+/// Format of the rows of a quantised latent cache, as in `FlashMLA`. A value is its E4M3 number times its scale in
+/// f32, rounded to bf16; the last 64 elements are bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CacheRows {
     /// `DeepSeek` V3.2's: 512 values in E4M3, 4 scales in f32 of 128 values each, 64 elements in bf16. V is the first
     /// 512 of 576 elements.
     Bytes656,
-    /// `DeepSeek` V4's: a page has 576 bytes of each row first, 448 values in E4M3 and 64 elements in bf16, and behind
-    /// the rows 8 bytes of each: 7 scales in E8M0 of 64 values each, and one that is not read. V is all 512 elements.
+    /// `DeepSeek` V4's format. A page begins with 576 bytes for each row, 448 values in E4M3 and 64 elements in
+    /// bf16. After them come 8 bytes for each row: 7 scales in E8M0 for 64 values each, and one byte that is not
+    /// read. V is all 512 elements.
     Bytes584,
 }
 
@@ -38,7 +39,7 @@ fn power_of_two(exponent: i32) -> f32 {
 const ROTARY: u32 = 64;
 
 impl CacheRows {
-    /// Bytes of a row, its scales counted.
+    /// Bytes of a row, scales included.
     #[must_use]
     pub const fn row_bytes(self) -> u32 {
         match self {
@@ -47,7 +48,7 @@ impl CacheRows {
         }
     }
 
-    /// Values in E4M3 of a row.
+    /// Number of a row's values in E4M3.
     #[must_use]
     pub const fn values(self) -> u32 {
         match self {
@@ -56,7 +57,7 @@ impl CacheRows {
         }
     }
 
-    /// Bytes from a row's first to the next row's of its page.
+    /// Bytes from the start of a row to the start of the page's next row.
     #[must_use]
     pub const fn stride(self) -> u32 {
         match self {
@@ -65,7 +66,7 @@ impl CacheRows {
         }
     }
 
-    /// Values that share a scale.
+    /// Number of values that share a scale.
     #[must_use]
     pub const fn group(self) -> u32 {
         match self {
@@ -83,7 +84,7 @@ impl CacheRows {
     /// Elements of a row of V.
     pub const HEAD_DIM_V: u32 = 512;
 
-    /// Offset in its page of a row's values, of its scales, and of its elements in bf16, bytes.
+    /// Byte offsets within the page of a row's values, of its scales, and of its bf16 elements.
     #[must_use]
     pub const fn places(self, page_size: u32, row: u32) -> [usize; 3] {
         let (row, values, stride) = (row as usize, self.values() as usize, self.stride() as usize);
@@ -94,7 +95,8 @@ impl CacheRows {
         }
     }
 
-    /// Elements of a row, the bits of bf16, into `to`, which has `head_dim_qk` or fewer. `page` are its page's bytes.
+    /// Writes the elements of a row, as bits of bf16, to `to`, which has at most `head_dim_qk` elements. `page` is
+    /// the page's bytes.
     pub fn read_bf16(self, page: &[u8], page_size: u32, row: u32, to: &mut [u16]) {
         let [values, scales, rotary] = self.places(page_size, row);
         let (count, group) = (self.values() as usize, self.group() as usize);
@@ -166,7 +168,7 @@ impl CacheRows {
 }
 
 impl FwdProblem {
-    /// K's shape in memory and the type of its elements there: bytes, where its rows are.
+    /// K's shape in memory and its element type there: bytes, if the cache has rows of bytes.
     #[must_use]
     pub fn k_in_memory(&self, shape: Shape) -> (Shape, DType) {
         match self.cache.rows {
@@ -175,7 +177,7 @@ impl FwdProblem {
         }
     }
 
-    /// V's shape in memory and the type of its elements there: bytes, where it lies in rows of bytes.
+    /// V's shape in memory and its element type there: bytes, if V lies in rows of bytes.
     #[must_use]
     pub fn v_in_memory(&self, shape: Shape) -> (Shape, DType) {
         match self.cache.rows {
@@ -185,7 +187,7 @@ impl FwdProblem {
     }
 
     /// # Errors
-    /// Rows of bytes beside what does not go with them, by its name.
+    /// Rows of bytes together with a field that they exclude, by its name.
     pub(crate) fn check_cache_rows(&self) -> Result<(), ProblemError> {
         let Some(rows) = self.cache.rows else { return Ok(()) };
         let bytes = rows.row_bytes();
@@ -234,7 +236,7 @@ impl FwdProblem {
         }
         match (self.lists, self.second) {
             (None, None) => self.check_beside_walk(&format!("cache_rows of {bytes} bytes without indices")),
-            // Lists are checked as lists, and a second cache says what it takes beside it.
+            // Lists have a check of their own, and so has a second cache.
             _ => Ok(()),
         }
     }
@@ -260,7 +262,7 @@ impl FwdProblem {
 mod tests {
     use super::*;
 
-    /// A page of two rows, the second of numbers that are read, the first of bytes that are not.
+    /// A page of two rows: the second row has the bytes that are read, the first bytes that must not be read.
     fn page(rows: CacheRows, scale: &[u8]) -> Vec<u8> {
         let mut page = vec![0x7f; rows.row_bytes() as usize * 2];
         let [values, scales, rotary] = rows.places(2, 1);

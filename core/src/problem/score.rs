@@ -10,9 +10,9 @@ pub enum Bias {
     None,
     /// `bias[b, h, i, j]`.
     Elementwise(ElementwiseBias),
-    /// `-slope * |i + diag - j|`, `diag` as the mask aligns it
-    /// ([`MaskSpec::alibi_align`](crate::MaskSpec::alibi_align)); slopes f32 `[num_heads_q]`, or
-    /// `[batch, num_heads_q]`.
+    /// `-slope * |i + diag - j|`, with `diag` from the mask's alignment
+    /// ([`MaskSpec::alibi_align`](crate::MaskSpec::alibi_align)). Slopes are f32 `[num_heads_q]` or `[batch,
+    /// num_heads_q]`.
     Alibi {
         /// Whether the slopes have a batch axis.
         per_batch: bool,
@@ -21,15 +21,16 @@ pub enum Bias {
 
 /// A bias tensor `[batch or 1, num_heads_q or 1, seqlen_q, seqlen_k]`.
 ///
-/// In group mode the last two axes have the maximal lengths, and an element is addressed by the
-/// positions inside its sequence, so that a bias broadcasts over sequences of unlike lengths.
+/// In group mode the last two axes have the maximal lengths, and an element is addressed by positions inside its
+/// sequence, so one bias serves sequences of different lengths.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ElementwiseBias {
     /// f32, or the input's type.
     pub dtype: DType,
-    /// Axes with extent 1.
+    /// Which of the batch and head axes have extent 1.
     pub broadcast: BiasBroadcast,
-    /// `batch`, `head`, `seq` (the query) and `dim` (the key, 1). A broadcast axis' stride is unused.
+    /// Strides of `batch`, `head`, `seq` (the query) and `dim` (the key, stride 1). The stride of a broadcast axis
+    /// is unused.
     pub strides: Strides,
 }
 
@@ -51,7 +52,7 @@ impl BiasBroadcast {
     pub const ALL: [BiasBroadcast; 4] =
         [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchOne, BiasBroadcast::BatchHead];
 
-    /// Whether each sequence has matrices of its own, and each query head.
+    /// Whether each sequence, and each query head, has its own matrix.
     #[must_use]
     pub fn axes(self) -> (bool, bool) {
         match self {
@@ -81,7 +82,7 @@ impl BiasBroadcast {
         Shape { batch, seq: seqlen_q, head, dim: seqlen_k }
     }
 
-    /// The bias' own (batch, head) index for a problem's.
+    /// The (batch, head) index into the bias for a (batch, head) of the problem.
     #[must_use]
     pub fn index(self, i_batch: u32, i_head: u32) -> (u32, u32) {
         let (per_batch, per_head) = self.axes();
@@ -93,7 +94,7 @@ impl BiasBroadcast {
 #[doc(alias = "scale_inv")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Descale {
-    /// No factor: the stored value is the value.
+    /// No factor: stored values are used as they are.
     None,
     /// One number for the tensor, `[1]`.
     PerTensor,

@@ -6,34 +6,34 @@ use crate::layout::{KvLayout, Strides, VLayout};
 use crate::masks::Intervals;
 use crate::score::Bias;
 
-/// A second set of keys and values that joins the first in one softmax: a row's probabilities sum to 1 over the keys
-/// that it sees of both. Number of kv heads, head dimensions, types and `v_in_k` are those of the first.
+/// A second set of keys and values that joins the first in one softmax: a row's probabilities sum to 1 over its
+/// visible keys in both caches. Number of kv heads, head dimensions, types and `v_in_k` are those of the first.
 ///
-/// A second cache is seen whole, by intervals or by a list; the band of the problem is over the first's keys alone. In
-/// the first a row sees the keys of its band and intervals, or those of its list.
+/// Rows see a second cache whole, by intervals or by lists; the mask's band applies to the first cache alone. In
+/// the first cache a row sees the keys of its band and intervals, or those of its list.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SecondCache {
-    /// Layout of its K and V.
+    /// Layout of the second cache's K and V.
     pub layout: KvLayout,
     /// Keys of a sequence; packed or paged, an upper bound over the sequences.
     pub seqlen_k: u32,
-    /// Whether a `seqused_k` of its own gives each sequence's logical number of keys.
+    /// Whether the second cache has its own `seqused_k`, with each sequence's logical number of keys.
     pub seqused_k: bool,
-    /// Strides of its K.
+    /// Strides of the second cache's K.
     pub k: Strides,
-    /// Strides of its V; those of its K where V lies in K's rows.
+    /// Strides of the second cache's V; equal to `k` if V lies in K's rows.
     pub v: Strides,
-    /// The keys that each query lists of it.
+    /// Lists of the second cache's keys that each query uses.
     pub lists: Option<KeyLists>,
-    /// Ranges of its keys that each query row sees; 1 or `num_heads_kv` heads.
+    /// Ranges of the second cache's keys that each query row sees; 1 or `num_heads_kv` heads.
     pub intervals: Option<Intervals>,
     /// Whether LSE is that of the keys alone, where there is a sink.
     pub lse_without_sink: bool,
 }
 
 impl SecondCache {
-    /// A contiguous cache of this layout that every row sees whole.
+    /// A contiguous second cache of this layout; every row sees all its keys.
     #[must_use]
     pub fn new(problem: &FwdProblem, layout: KvLayout, seqlen_k: u32) -> Self {
         let unset = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
@@ -57,19 +57,19 @@ impl SecondCache {
     crate::setters::setters! {
         /// Whether a `seqused_k` of its own gives each sequence's logical number of keys.
         seqused_k: bool => seqused_k;
-        /// Strides of its K.
+        /// Strides of the second cache's K.
         k: Strides => k;
-        /// Strides of its V.
+        /// Strides of the second cache's V.
         v: Strides => v;
         /// The keys that each query lists of it.
         lists: impl Into<Option<KeyLists>> => lists;
-        /// Ranges of its keys that each query row sees.
+        /// Ranges of the second cache's keys that each query row sees.
         intervals: impl Into<Option<Intervals>> => intervals;
         /// Whether LSE is that of the keys alone.
         lse_without_sink: bool => lse_without_sink;
     }
 
-    /// The problem over this cache alone, without mask, score and options: its shapes, lists and intervals.
+    /// The problem on this cache alone, without mask, score and options: only shapes, lists and intervals.
     #[must_use]
     pub fn alone(&self, problem: &FwdProblem) -> FwdProblem {
         let dims = Dims { seqlen_k: self.seqlen_k, ..problem.dims };
@@ -82,7 +82,7 @@ impl SecondCache {
         alone
     }
 
-    /// Keys of it that a query walks at most.
+    /// Largest number of this cache's keys that a kernel reads for one query.
     pub(crate) fn most_walked_keys(&self) -> u32 {
         let of_lists = self.lists.map(|lists| u32::try_from(lists.most_keys()).unwrap_or(u32::MAX));
         of_lists.unwrap_or(self.seqlen_k)
@@ -90,15 +90,15 @@ impl SecondCache {
 }
 
 impl FwdProblem {
-    /// Whether a query's keys are walked one by one: as lists of keys name them, beside a second cache, or in rows of
+    /// Whether a kernel reads a query's keys one by one: with lists of keys, with a second cache, or from rows of
     /// bytes.
     #[must_use]
     pub fn walks_lists(&self) -> bool {
         self.lists.is_some() || self.walks_caches()
     }
 
-    /// Whether kernels take a query's keys as those of two caches: where there is a second one, and where rows of bytes
-    /// have no list, as if beside an empty second cache.
+    /// Whether kernels treat a query's keys as those of two caches: with a second cache, and with rows of bytes
+    /// without a list, where the second cache is empty.
     #[must_use]
     pub fn walks_caches(&self) -> bool {
         self.second.is_some() || self.cache.rows.is_some() && self.lists.is_none()
@@ -111,7 +111,8 @@ impl FwdProblem {
             || self.second.is_some_and(|second| second.lse_without_sink)
     }
 
-    /// Keys of both caches that a query walks at most: those of the longest list, or of the longest sequence.
+    /// Largest number of keys in both caches that a kernel reads for one query: those of the longest list, or of
+    /// the longest sequence.
     #[must_use]
     pub fn most_walked_keys(&self) -> u32 {
         let of_lists = self.lists.map(|lists| u32::try_from(lists.most_keys()).unwrap_or(u32::MAX));
@@ -119,7 +120,7 @@ impl FwdProblem {
         first.saturating_add(self.second.map_or(0, |second| second.most_walked_keys()))
     }
 
-    /// Keys that the band shows a row at most.
+    /// Largest number of keys that the band shows one row.
     fn most_keys_of_band(&self) -> u32 {
         let (bounds, seqlen_k) = (self.mask.bounds(), self.dims.seqlen_k);
         match (bounds.lo, bounds.hi) {
@@ -130,8 +131,8 @@ impl FwdProblem {
         }
     }
 
-    /// Refuses options that have no meaning where a query's keys are walked one by one without a list: beside a second
-    /// cache, and in rows of bytes.
+    /// Refuses options that have no meaning if a query's keys are read one by one without a list: with a second
+    /// cache, and from rows of bytes.
     pub(crate) fn check_beside_walk(&self, beside: &str) -> Result<(), ProblemError> {
         let refused = |field: &'static str, what: String| {
             Err(ProblemError::new(field, format!("{field}: {what} beside {beside} is not defined")))
@@ -188,7 +189,7 @@ impl FwdProblem {
     }
 
     /// # Errors
-    /// A second cache that contradicts itself, or is beside what does not go with it, by its name.
+    /// A second cache that contradicts itself, or a field that it excludes, by its name.
     pub(crate) fn check_second(&self) -> Result<(), ProblemError> {
         let Some(second) = &self.second else { return Ok(()) };
         let named = |error: ProblemError| ProblemError::new("second", format!("second.{}", error.text));
@@ -220,7 +221,7 @@ impl FwdProblem {
             "lse_without_sink",
             "lse_without_sink true, but sink is false"
         );
-        // Places of both caches are counted as one.
+        // A kernel numbers the keys of both caches in one sequence, so their sum is limited.
         let most = super::MAX_SEQLEN;
         let first = self.lists.map_or(self.dims.seqlen_k.into(), |lists| lists.most_keys());
         let keys = second.lists.map_or(second.seqlen_k.into(), |lists| lists.most_keys()) + first;
@@ -261,7 +262,7 @@ impl FwdProblem {
         }
     }
 
-    /// Whether entries of the second cache's lists are addresses, so that it has no block table.
+    /// Whether the second cache's lists contain addresses, so that it has no block table.
     #[must_use]
     pub fn second_lists_addresses(&self) -> bool {
         let lists = self.second.and_then(|second| second.lists);

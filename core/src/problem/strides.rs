@@ -4,10 +4,10 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Shape, Strides, VLayout};
 
-/// Bytes that a tensor may span: half of what a pointer difference can express.
+/// Largest extent of a tensor in bytes: half of what a pointer difference can express.
 pub(crate) const MAX_EXTENT_BYTES: u64 = 1 << 62;
 
-/// Strides that stay non-negative and inside the address range.
+/// Checks an input's strides: not negative, and inside the address range.
 pub(crate) fn check_input(
     name: &'static str,
     strides: Strides,
@@ -20,12 +20,12 @@ pub(crate) fn check_input(
     let most = MAX_EXTENT_BYTES / dtype.size_bytes();
     let fits = strides.extent(shape).is_some_and(|elems| elems <= most);
     ensure!(fits, name, "{name} strides {strides:?} reach beyond 2^62 bytes over {shape:?}");
-    // The number of elements is checked, which strides of 0 do not bound.
+    // The number of elements is checked separately, since strides of 0 do not limit it.
     ensure!(shape.num_elems() <= most, name, "{name} {shape:?} has more than {most} elements");
     Ok(())
 }
 
-/// Outputs: rows of stride 1, and no element twice.
+/// Checks an output's strides: 1 within a row, and no two elements at one address.
 pub(crate) fn check_output(
     name: &'static str,
     strides: Strides,
@@ -42,7 +42,7 @@ pub(crate) fn check_output(
     Ok(())
 }
 
-/// Checks V's strides: 1 along the axis that its layout says.
+/// Checks V's strides: 1 along the axis that its layout names.
 pub(crate) fn check_v(
     name: &'static str,
     strides: Strides,

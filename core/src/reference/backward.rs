@@ -26,7 +26,7 @@ use crate::error::ProblemError;
 use crate::score::Bias;
 use crate::seq::{SeqSpan, spans};
 
-/// Gradients of one (sequence, query head). Those of K and V are this query head's share.
+/// Gradients of one (sequence, query head). For K and V, only this query head's share.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadBackward {
     /// The sequence.
@@ -43,16 +43,15 @@ pub struct HeadBackward {
     pub ds: Vec<f64>,
     /// dSink.
     pub dsink: f64,
-    /// Share of this head in each captured tensor's gradient, dense; empty where only a part of the rows is
-    /// computed.
+    /// This head's share of each captured tensor's gradient, dense; empty if only a part of the rows is computed.
     pub dcaptured: Vec<Vec<f64>>,
-    /// How far independent relative errors of the terms move each gradient, per unit of error. In
-    /// [`Precision::Exact`] only, else empty.
+    /// How far independent relative errors of the terms move each gradient, per unit of error. Computed with
+    /// [`Precision::Exact`] only, otherwise empty.
     pub spread: BackwardSpread,
 }
 
-/// The root of the summed squares of the terms of each gradient, where a difference counts with both
-/// its terms: what rounding errors are measured by. Shaped like the gradients.
+/// For each gradient, the root of the sum of its squared terms, to which rounding errors are compared. A difference
+/// counts with both its terms. Shaped like the gradients.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BackwardSpread {
     /// Spread of dQ.
@@ -65,7 +64,7 @@ pub struct BackwardSpread {
     pub ds: Vec<f64>,
     /// Spread of dSink.
     pub dsink: f64,
-    /// Spread of the captured tensors' gradients.
+    /// Spread of the gradients of captured tensors.
     pub dcaptured: Vec<Vec<f64>>,
     /// Spread of dK, from [far](is_far) queries alone.
     pub far_dk: Vec<f64>,
@@ -75,16 +74,17 @@ pub struct BackwardSpread {
     pub far_dsink: f64,
 }
 
-/// Rows with an LSE beyond this size are *far*: f32 tells their scores apart to a tenth of a natural unit, or less.
+/// Limit of |LSE| beyond which a row is *far*: f32 then resolves its scores only to about a tenth of a natural
+/// unit, or worse.
 pub const FAR_LSE: f64 = 2e5;
 
-/// Whether a row of this LSE is far.
+/// Whether a row with this LSE is far.
 #[must_use]
 pub fn is_far(lse: f64) -> bool {
     lse.is_finite() && lse.abs() > FAR_LSE
 }
 
-/// LSE from which on its rounding to f32 shows in P; such a row's P are divided by their own sum.
+/// |LSE| from which on rounding it to f32 changes P visibly. The P of such a row are divided by their own sum.
 const ROUNDED_LSE: f64 = 16384.0;
 
 /// Gradients of a whole problem.
@@ -104,7 +104,7 @@ pub struct Backward {
     pub dcaptured: Vec<Vec<f64>>,
 }
 
-/// Every gradient. `args` are in host memory; only inputs are read, O and LSE are computed anew.
+/// Computes every gradient. `args` are in host memory; only inputs are read, O and LSE are recomputed.
 ///
 /// # Errors
 /// Lengths or operands that are missing or do not fit.
@@ -177,7 +177,7 @@ fn add(sums: &mut [f64], terms: &[f64]) {
     sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);
 }
 
-/// One (sequence, query head), gradients not yet rounded to their type.
+/// Gradients of one (sequence, query head), not yet rounded to their type.
 ///
 /// # Errors
 /// Operands that are missing.
@@ -195,9 +195,9 @@ pub fn backward_head(
     }
 }
 
-/// Some gradients of one (sequence, query head), as functions of the O and LSE that `args` hold: dQ
-/// and dS have a row for each of `rows`, dK and dV one for each of `keys`; dSink is whole. What whole
-/// gradients cost is quadratic in the length, this is linear.
+/// Some gradients of one (sequence, query head), as functions of the O and LSE that `args` hold: dQ and dS have a
+/// row for each of `rows`, dK and dV one for each of `keys`; dSink is whole. Whole gradients cost time quadratic in
+/// the length, this part linear time.
 ///
 /// # Errors
 /// Operands that are missing.
@@ -290,7 +290,7 @@ impl<'a> OneHead<'a> {
         let own: Vec<Option<Softmax<T>>> =
             queries.iter().map(|query| rounded(query.lse).then(|| Softmax::of_row(&head, query.i))).collect();
         let pair = |query: &Query<'_, T>, j: u32| {
-            // A row that saw nothing has P = 0 = exp(S - inf).
+            // A row without visible keys must have P = 0 = exp(S - inf).
             let lse = if query.lse == T::neg_infinity() { T::infinity() } else { query.lse };
             let p = match &own[query.i as usize] {
                 None => (head.score(query.i, j) - lse).exp(),

@@ -1,5 +1,5 @@
-//! A head's operands as a KV cache gives them: wherever rows lie, new ones from where they come, turned to their
-//! positions, and a narrower cache widened.
+//! A head's operands from a KV cache: gathered from their places, with new rows, rotated by position, and converted
+//! from a narrower cache type.
 
 use num_traits::Float;
 
@@ -98,7 +98,7 @@ impl<'a> Cached<'a> {
         ScaledRows::of(self.problem, [*q, *k, *v], score)
     }
 
-    /// Values of rows that have scales by blocks, exact or rounded once.
+    /// Values of rows with scales by blocks, either exact or rounded once.
     fn values_of<T: Float>(
         self,
         rows: ScaledRows<'_>,
@@ -197,7 +197,7 @@ impl<'a> Cached<'a> {
         )
     }
 
-    /// Turns rows of Q or K to their positions: in f32, rounded to the input's type once.
+    /// Rotates rows of Q or K by their positions: in f32, rounded to the input's type once.
     fn turn<T: Float>(self, rows: &mut [T], position: impl Fn(u32) -> u32) -> Result<(), ProblemError> {
         let Some(rotary) = self.problem.cache.rotary else { return Ok(()) };
         let cache = &self.inputs.cache;

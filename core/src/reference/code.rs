@@ -1,4 +1,4 @@
-//! A score and a mask as code, at the pairs of one (sequence, query head).
+//! A score and a mask as code, evaluated at the pairs of one (sequence, query head).
 
 use num_traits::Float;
 
@@ -65,7 +65,7 @@ impl<'a> HeadCode<'a> {
         }
     }
 
-    /// The derivative of the score in the scaled product.
+    /// The derivative of the score function with respect to the scaled product.
     pub(super) fn slope<T: Float>(&self, scaled: T, i: u32, j: u32) -> T {
         match (&self.score, &self.slopes) {
             (Some((_, captured)), Some(slopes)) => {
@@ -76,8 +76,8 @@ impl<'a> HeadCode<'a> {
         }
     }
 
-    /// Adds what a pair whose score has the gradient `ds` adds to each captured tensor's gradient, and the squares of
-    /// that.
+    /// Adds to each captured tensor's gradient, and to the sums of squares, the contribution of a pair whose score
+    /// has the gradient `ds`.
     pub(super) fn add_to_captured<T: Float>(
         &self,
         problem: &BwdProblem,
@@ -107,7 +107,7 @@ impl<'a> HeadCode<'a> {
     }
 }
 
-/// Zeros of the shape of each captured gradient.
+/// A zero array in the shape of each captured gradient.
 pub(super) fn zeros(problem: &BwdProblem) -> Vec<Vec<f64>> {
     problem.captured_elems().map(|elems| vec![0.0; elems as usize]).collect()
 }

@@ -5,9 +5,9 @@ use crate::combine::CombineProblem;
 use crate::dtype::DType;
 use crate::error::ProblemError;
 
-/// Combined O, dense `[batch, seqlen_q, num_heads_q, head_dim_v]`, and LSE `[batch, num_heads_q, seqlen_q]`,
-/// in f64; no LSE where parts are added, and what O held is no term here. `args` are in host memory; only the
-/// parts are read.
+/// Combined O, dense `[batch, seqlen_q, num_heads_q, head_dim_v]`, and LSE `[batch, num_heads_q, seqlen_q]`, in
+/// f64; no LSE if parts are added. O's old content is not added here. `args` are in host memory; only the parts are
+/// read.
 ///
 /// # Errors
 /// Parts that are not in host memory.
@@ -48,7 +48,7 @@ pub fn combine(
         if row_max == f64::NEG_INFINITY {
             continue;
         }
-        // The weights are not computed from `lse`: even f64 loses ln 13 in a sum with 1e30.
+        // Weights are computed from `row_max`, not from `lse`: in f64 the sum 1e30 + ln 13 loses ln 13.
         let sum: f64 = lses.iter().map(|l| (l - row_max).exp()).sum();
         lse[at_lse] = row_max + sum.ln();
         let row = ((b as usize * shape.seq as usize + i as usize) * shape.head as usize + h as usize)

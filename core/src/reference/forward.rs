@@ -19,10 +19,10 @@ pub struct HeadForward {
     pub o: Vec<f64>,
     /// LSE `[seqlen_q]`, natural log.
     pub lse: Vec<f64>,
-    /// `sqrt(sum_j (keep / (1 - p_drop) P V)^2)` beside each O: how far independent relative errors
-    /// of the products move it, per unit of error. In [`Precision::Exact`] only, else empty.
+    /// `sqrt(sum_j (keep / (1 - p_drop) P V)^2)` for each O: how far independent relative errors of the products
+    /// move it, per unit of error. Computed with [`Precision::Exact`] only, otherwise empty.
     pub spread: Vec<f64>,
-    /// Greatest score `[seqlen_q]` of the keys that are seen; -inf of none.
+    /// Greatest score `[seqlen_q]` over the visible keys; -inf if there are none.
     pub row_max: Vec<f64>,
     /// Sum over the rows of each key's probability before dropout `[seqlen_k]`.
     pub key_sum: Vec<f64>,
@@ -48,7 +48,7 @@ pub fn forward(
     Ok(heads)
 }
 
-/// One (sequence, query head).
+/// Computes one (sequence, query head).
 ///
 /// # Errors
 /// Operands that are missing.
@@ -63,7 +63,7 @@ pub fn forward_head(
     forward_rows(problem, inputs, span, i_head, &rows, precision)
 }
 
-/// Some queries of one (sequence, query head): O and LSE have a row for each of `rows`, which lie in
+/// Computes some queries of one (sequence, query head): O and LSE have a row for each of `rows`, which lie in
 /// `0..span.seqlen_q`.
 ///
 /// # Errors
@@ -124,19 +124,19 @@ pub(super) struct Softmax<T> {
     pub(super) weights: Vec<T>,
     /// `exp(sink - row_max)`; 0 without a sink.
     pub(super) sink: T,
-    /// The sum of all; 1 for a row that sees nothing.
+    /// The sum of all weights; 1 for a row without visible keys.
     pub(super) row_sum: T,
-    /// `ln sum_j exp S[j]`; −inf for a row that sees nothing.
+    /// `ln sum_j exp S[j]`; −inf for a row without visible keys.
     pub(super) lse: T,
     /// `lse` without the sink.
     pub(super) lse_of_keys: T,
-    /// The greatest score; -inf for a row that sees nothing.
+    /// The greatest score; -inf for a row without visible keys.
     max_of_keys: T,
 }
 
 impl<T: Float> Softmax<T> {
-    /// O of query `i`, not yet rounded to its type. The sum is divided by that of the weights; where it has left f32
-    /// before, the weights are.
+    /// O of query `i`, not yet rounded to its type. The sum of weighted V is divided by the sum of weights; if the
+    /// former overflows f32, the weights are divided first instead.
     fn output(&self, head: &Head<'_, T>, i: u32) -> Vec<T> {
         let rounded = head.probabilities(&self.visible, &self.weights);
         let sums = |per_weight: T| {
@@ -153,7 +153,7 @@ impl<T: Float> Softmax<T> {
         if o.iter().all(|o| o.is_finite()) {
             return o;
         }
-        // Elements that did not overflow stay as they are.
+        // Only elements that overflowed are replaced.
         let again = sums(self.row_sum.recip());
         o.into_iter().zip(again).map(|(o, again)| if o.is_finite() { o } else { again }).collect()
     }
@@ -166,7 +166,7 @@ impl<T: Float> Softmax<T> {
         let greatest = |max: T, &s: &T| if s > max || s.is_nan() { s } else { max };
         let max_of_keys = scores.iter().fold(nothing, greatest);
         if head.sink == Some(T::infinity()) && scores.iter().all(|&score| score < T::infinity()) {
-            // All of the row's weight is the sink's: exp(inf - inf) would be NaN.
+            // The sink has infinite weight, so the keys get weights of 0: exp(inf - inf) would be NaN.
             let weights = vec![T::zero(); visible.len()];
             let lse = T::infinity();
             let (sink, row_sum) = (T::one(), T::one());
@@ -174,7 +174,7 @@ impl<T: Float> Softmax<T> {
         }
         let row_max = scores.iter().chain(&head.sink).fold(nothing, greatest);
         if row_max == nothing {
-            // exp(-inf - -inf) would be NaN: a row that sees nothing has no weights.
+            // A row without visible keys gets no weights: exp(-inf - -inf) would be NaN.
             let weights = vec![T::zero(); visible.len()];
             let lse = nothing;
             let (sink, row_sum) = (T::zero(), T::one());

@@ -24,9 +24,8 @@ use crate::tree::TreeMask;
 pub enum Precision {
     /// f64 throughout, nothing rounded.
     Exact,
-    /// The unfused algorithm as a user of the input's type would write it: sums and softmax in f32,
-    /// P (backward: dS too) rounded to the input's type, results to the output's type. A score is summed as
-    /// the backend's matrix unit does it.
+    /// The unfused algorithm in the input's type: sums and softmax in f32, P (backward: dS too) rounded to the
+    /// input's type, results to the output's type. Scores are summed like in the backend's matrix unit.
     AsInput(ScoreSums),
 }
 
@@ -41,7 +40,7 @@ pub struct Inputs<'a> {
     pub v: DevSlice<'a>,
     /// Lengths and offsets of the sequences, which [`spans`](crate::seq::spans) has checked.
     pub seq: SeqArgs<'a>,
-    /// Operands of the cache. New keys are read from here, whether the cache has them already or not.
+    /// Operands of the cache. New keys are read from here, even if the cache already contains them.
     pub cache: CacheArgs<'a>,
     /// Scales of K and of V by rows, of rows that are in the cache.
     pub cache_scales: [Option<DevSlice<'a>>; 2],
@@ -78,16 +77,17 @@ pub(super) struct Head<'a, T> {
     pub(super) head_dim_v: usize,
     /// `[seqlen_q, head_dim_qk]`.
     pub(super) q: Vec<T>,
-    /// `[seqlen_k, head_dim_qk]`; a second cache's rows stand behind.
+    /// K, `[seqlen_k, head_dim_qk]`, followed by a second cache's rows.
     pub(super) k: Vec<T>,
-    /// `[seqlen_k, head_dim_v]`, likewise.
+    /// V of the head, `[seqlen_k, head_dim_v]`.
     pub(super) v: Vec<T>,
     pub(super) softmax_scale: T,
     pub(super) softcap: Option<T>,
     pub(super) sink: Option<T>,
     pub(super) band: MaskBand,
     tree: Option<TreeMask<'a>>,
-    /// The keys that each query lists, ascending; of two caches those that it sees, a second's behind the first's.
+    /// The keys that each query lists, ascending; with two caches, all its visible keys, the second cache's
+    /// numbered after the first's.
     lists: Option<Vec<Vec<u32>>>,
     masks: Option<HostMasks<'a>>,
     pub(super) code: Option<HeadCode<'a>>,
@@ -172,7 +172,7 @@ impl<'a, T: Float> Head<'a, T> {
         Ok(head)
     }
 
-    /// Puts the rows of a second cache behind the first's, and lists what each query sees of both.
+    /// Appends the rows of a second cache to the first's, and lists each query's visible keys in both.
     fn join(&mut self, second: &SecondCall<'a>, inputs: &Inputs<'a>) -> Result<(), ProblemError> {
         let first: Vec<Vec<u32>> = (0..self.span.seqlen_q).map(|i| self.visible(i)).collect();
         let spans = second.spans()?;
@@ -208,12 +208,12 @@ impl<'a, T: Float> Head<'a, T> {
             keys
         };
         self.lists = Some(first.into_iter().enumerate().map(row).collect());
-        // The lists leave out what band and masks hide of the first.
+        // The lists already leave out keys of the first cache that band and masks hide.
         (self.masks, self.band) = (None, MaskSpec::NONE.band(self.span.seqlen_q, self.num_keys() as u32));
         Ok(())
     }
 
-    /// Rows of K, those of a second cache among them.
+    /// Rows of K, a second cache's included.
     pub(super) fn num_keys(&self) -> usize {
         self.k.len() / self.head_dim_qk
     }
@@ -223,7 +223,7 @@ impl<'a, T: Float> Head<'a, T> {
         self.precision == Precision::Exact
     }
 
-    /// The keys that query `i` sees, ascending; one that a list has twice is there twice.
+    /// The keys that query `i` sees, ascending; a key that is listed twice is returned twice.
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
         let mut visible = self.inside_band(i);
         if self.problem.asks_pairs() {
@@ -232,7 +232,7 @@ impl<'a, T: Float> Head<'a, T> {
         visible
     }
 
-    /// How often query `i` sees key `j`: once, but for a list that has it more often.
+    /// How often query `i` sees key `j`: once, or as often as its list names the key.
     pub(super) fn times_seen(&self, i: u32, j: u32) -> usize {
         let listed = match &self.lists {
             None => 1,
@@ -249,7 +249,7 @@ impl<'a, T: Float> Head<'a, T> {
         self.band.visible(i, j) && self.shows(i, j)
     }
 
-    /// Whether masks as data and code show query `i` the key `j` that its band has.
+    /// Whether masks as data and code show query `i` the key `j`, which its band shows.
     fn shows(&self, i: u32, j: u32) -> bool {
         let by_data =
             self.masks.as_ref().map_or(Shown::Asked, |masks| masks.head(&self.span, self.i_head).shown(i, j));
@@ -258,12 +258,12 @@ impl<'a, T: Float> Head<'a, T> {
             && self.code.as_ref().is_none_or(|code| (!asks || code.sees(i, j)) && self.function_shows(i, j))
     }
 
-    /// Whether the score function leaves the pair visible: its own value counts, before soft-cap and bias.
+    /// Whether the score function leaves the pair visible: a score of -inf hides it, before soft-cap and bias.
     fn function_shows(&self, i: u32, j: u32) -> bool {
         self.coded(self.product(i, j), i, j) != T::neg_infinity()
     }
 
-    /// The keys that the band or the tree shows query `i` of those that it lists, ascending.
+    /// The listed keys of query `i` that the band or the tree mask shows, ascending.
     fn inside_band(&self, i: u32) -> Vec<u32> {
         if let Some(tree) = &self.tree {
             return (0..self.span.seqlen_k).filter(|&j| tree.visible(&self.span, i, j)).collect();
@@ -288,7 +288,7 @@ impl<'a, T: Float> Head<'a, T> {
         self.score_sums().dot(q, k)
     }
 
-    /// The score that code makes of a product.
+    /// The score function's value for a product.
     fn coded(&self, product: T, i: u32, j: u32) -> T {
         let scaled = self.softmax_scale * product;
         self.code.as_ref().map_or(scaled, |code| code.score(scaled, i, j))
@@ -323,7 +323,7 @@ impl<'a, T: Float> Head<'a, T> {
         })
     }
 
-    /// The score before code, and the slope of code there.
+    /// The score before the score function, and the function's derivative there.
     pub(super) fn code_slope(&self, i: u32, j: u32) -> (T, T) {
         match &self.code {
             None => (T::zero(), T::one()),
@@ -358,16 +358,16 @@ impl<'a, T: Float> Head<'a, T> {
 
     /// Rounds a P as the input's precision does before its product with V.
     ///
-    /// An FP8 P is scaled by a power of two up to the type's largest number first, as every FP8
-    /// kernel does: unscaled, the small ones would vanish.
+    /// An FP8 P is first scaled by a power of two towards the type's largest number, as in every FP8 kernel:
+    /// without the scale, small P would become 0.
     pub(super) fn probability(&self, value: T) -> T {
         let dtype = self.problem.dtypes.v;
         let scale = if dtype.is_fp8() { 2f64.powi(dtype.max_finite().log2().floor() as i32) } else { 1.0 };
         self.rounded(value, scale, dtype)
     }
 
-    /// Rounds a row's P, `weights` of the keys `visible`, ascending, as [`probability`](Self::probability) does, or a
-    /// block of keys at a time.
+    /// Rounds a row's P (`weights` of the keys `visible`, ascending) as [`probability`](Self::probability) does, or
+    /// one block of keys at a time if V has scales by blocks.
     pub(super) fn probabilities(&self, visible: &[u32], weights: &[T]) -> Vec<T> {
         let Some(scales) = self.problem.block_scales.filter(|_| !self.is_exact()) else {
             return weights.iter().map(|&weight| self.probability(weight)).collect();
@@ -413,8 +413,8 @@ pub(super) struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// `count` rows of `dim` elements, dense, times `factor`; `place` gives the batch index and the row
-    /// of each.
+    /// Reads `count` rows of `dim` elements, dense, times `factor`; `place` gives the batch index and the row of
+    /// each.
     pub(super) fn gather<T: Float>(
         &self,
         place: impl Fn(u32) -> (u32, u32),

@@ -1,7 +1,7 @@
 //! Attention by its definition: slow, short, and the reference for every backend.
 //!
-//! One piece of code serves two purposes, told apart by [`Precision`]. In f64 it is the reference. In the
-//! input's precision it is the plain, unfused algorithm, whose error the accuracy promise is measured by.
+//! The code serves two purposes, chosen by [`Precision`]. In f64 it is the reference. In the input's precision it
+//! is the plain, unfused algorithm; the accuracy promise of a kernel is relative to its error.
 
 mod backward;
 mod cache;

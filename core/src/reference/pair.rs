@@ -18,7 +18,7 @@ pub(super) struct Query<'a, T> {
     dlse: T,
     /// D.
     d: T,
-    /// The square of `d`, plus the squares of its terms.
+    /// The square of delta `d`, plus the squares of its terms.
     d_square: T,
     is_far: bool,
 }
@@ -28,14 +28,14 @@ pub(super) struct Pair<T> {
     /// `Z P`, the weight of dV.
     weight: T,
     ds: T,
-    /// The root of the squares of what dS is a difference of.
+    /// The size of dS: the root of the sum of squares of the two terms whose difference it is.
     ds_size: T,
-    /// `softmax_scale * dS0`, the weight of dQ and dK, and its size.
+    /// `softmax_scale * dS0`, the factor of K in dQ and of Q in dK, and its size.
     scaled: T,
     scaled_size: T,
     /// The score before code.
     score: T,
-    /// The gradient of what code made of it, and its size.
+    /// The gradient of the score function's value, and its size.
     coded: (T, T),
 }
 
@@ -47,7 +47,7 @@ impl<'a, T: Float> Query<'a, T> {
         Self { i, q: row(&head.q, i, head.head_dim_qk), dout, lse, dlse, d, d_square, is_far }
     }
 
-    /// Contributions of key `j`, whose P is `p`.
+    /// Contributions of key `j`, whose P is `p`, to the gradients.
     pub(super) fn pair(&self, head: &Head<'_, T>, j: u32, p: T, dtype_grad: DType) -> Pair<T> {
         self.pair_of(head, j, p, dot(self.dout, row(&head.v, j, head.head_dim_v)), dtype_grad)
     }
@@ -73,7 +73,7 @@ impl<'a, T: Float> Query<'a, T> {
         let ds = p * (dp - d + dlse);
         let ds_size = p * (dp * dp + d_square + dlse * dlse).sqrt();
         let (capped, (score, coded)) = (head.slope(i, j), head.code_slope(i, j));
-        // 0 times a slope that is infinite or NaN is nothing.
+        // Zero times an infinite or NaN derivative counts as zero.
         let times = |a: T, slope: T| if a == T::zero() { a } else { a * slope };
         let slope = capped * coded;
         Pair {
@@ -88,11 +88,11 @@ impl<'a, T: Float> Query<'a, T> {
     }
 }
 
-/// Rows of sums, and of the squares of their terms in exact arithmetic.
+/// Rows of sums, and in exact arithmetic also of the squares of their terms.
 struct Sums<T> {
     sums: Vec<T>,
     squares: Vec<T>,
-    /// Those of far queries; empty where a row is one query's.
+    /// Sums of squares from far queries; empty if a row belongs to one query.
     far_squares: Vec<T>,
     dim: usize,
 }
@@ -109,7 +109,7 @@ impl<T: Float> Sums<T> {
         Self { far_squares: vec![T::zero(); sums.squares.len()], ..sums }
     }
 
-    /// `sums[row] += weight * x`, a weight of this size.
+    /// Adds `weight * x` to `sums[row]`; `size` is the weight's size for the sums of squares.
     fn add(&mut self, row: usize, weight: T, size: T, x: &[T], is_far: bool) {
         axpy(&mut self.sums[row * self.dim..][..self.dim], weight, x);
         let far_squares = if is_far { self.far_squares.as_mut_slice() } else { &mut [] };
@@ -121,7 +121,7 @@ impl<T: Float> Sums<T> {
         }
     }
 
-    /// The sums, and the roots of the squares, of all and of those of far queries.
+    /// The sums, and the roots of the sums of squares: over all queries, and over far queries.
     fn finish(self) -> [Vec<f64>; 3] {
         let plain = |values: Vec<T>| values.into_iter().map(plain);
         let roots = |values: Vec<T>| plain(values).map(f64::sqrt).collect();
@@ -191,9 +191,9 @@ impl<T: Float> HeadSums<T> {
         self.dk.add(key_at, pair.scaled, pair.scaled_size, query.q, query.is_far);
     }
 
-    /// `share`: the sink's of the row, `exp(sink - LSE)`.
+    /// Adds the sink's gradient of a row; `share` is the sink's probability, `exp(sink - LSE)`.
     pub(super) fn add_sink(&mut self, head: &Head<'_, T>, query: &Query<'_, T>, share: T) {
-        // A sink of no weight has no share of a row without keys either, whose LSE is as far down.
+        // A sink of -inf has no share, not even in a row without keys, whose LSE is -inf too.
         if head.sink.is_some_and(|sink| sink != T::neg_infinity()) {
             self.dsink = self.dsink + share * (query.dlse - query.d);
             let square = share * share * (query.dlse * query.dlse + query.d_square);

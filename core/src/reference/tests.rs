@@ -17,7 +17,7 @@ use crate::plan::ScoreSums;
 use crate::problem::{Dims, FwdProblem, KeyLists, ListEntries};
 use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
 
-/// f32 operands of a small problem; f32 holds every perturbation of the finite differences.
+/// Operands of a small problem in f32, which also represents every perturbation of the finite differences.
 #[derive(Clone)]
 struct Operands {
     q: Vec<f32>,
@@ -28,7 +28,7 @@ struct Operands {
     sink: Vec<f32>,
     dout: Vec<f32>,
     dlse: Vec<f32>,
-    /// Lists of keys, where the problem has some.
+    /// Lists of keys, if the problem has any.
     indices: Vec<i32>,
 }
 
@@ -94,7 +94,7 @@ impl Operands {
         forward(problem, &args, Precision::Exact).unwrap()
     }
 
-    /// `sum dO * O + sum dLSE * LSE`: the scalar whose gradients backward gives.
+    /// `sum dO * O + sum dLSE * LSE`: the scalar function whose gradients the backward computes.
     fn loss(&self, problem: &FwdProblem, has_dlse: bool) -> f64 {
         let mut loss = 0.0;
         for head in self.forward(problem) {
@@ -104,7 +104,7 @@ impl Operands {
                 for d in 0..dim {
                     loss += f64::from(self.dout[at + d]) * head.o[i as usize * dim + d];
                 }
-                // An empty row's LSE is the constant −inf: it has no slope.
+                // The LSE of an empty row is the constant −inf and has no derivative.
                 if has_dlse && head.lse[i as usize] > f64::NEG_INFINITY {
                     let dlse = self.dlse[head.span.lse_index(problem, head.i_head, i)];
                     loss += f64::from(dlse) * head.lse[i as usize];
@@ -150,7 +150,7 @@ impl Operands {
         })
     }
 
-    /// The central difference of the loss in one element.
+    /// The central difference of the loss with respect to one element.
     fn slope(&self, problem: &BwdProblem, pick: impl Fn(&mut Self) -> &mut f32) -> f64 {
         const STEP: f32 = 1.0 / 1024.0;
         let at = |step: f32| {
@@ -184,7 +184,7 @@ fn elementwise(problem: &mut FwdProblem, broadcast: BiasBroadcast) {
     problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
 }
 
-/// Every gradient of every operand equals its finite difference.
+/// Checks that every gradient of every operand equals its finite difference.
 fn gradients_hold(mut problem: BwdProblem) {
     problem.has_dlse = true;
     let fwd = problem.fwd.clone();
@@ -266,7 +266,7 @@ fn gradients_are_finite_differences_under_alibi() {
     gradients_hold(BwdProblem::new(fwd));
 }
 
-/// `small` with lists that name keys twice and three times, and what is no key.
+/// The problem `small` with lists that name keys twice and three times, and with absent entries.
 fn listed(mask: &str, entries: ListEntries) -> FwdProblem {
     let problem = small(mask);
     let lists = KeyLists::new(&problem, 6).entries(entries);
@@ -408,7 +408,7 @@ fn a_row_that_sees_no_key_is_zero_and_its_lse_minus_infinity_or_the_sink() {
     assert_relative_eq!(first.lse[0], f64::from(operands.sink[0]));
 }
 
-/// Nor where rows see no key: their LSE is as far down as the sink.
+/// A sink of -inf has no gradient, not even in rows without visible keys, whose LSE is -inf too.
 #[test]
 fn a_sink_of_no_weight_has_no_gradient() {
     let mut fwd = small("g:0,-2");
@@ -525,7 +525,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
         let mut problem = whole.clone();
         problem.dims.seqlen_k = range.end - range.start;
         let mut operands = operands.clone();
-        // Equal strides, from a later first row: K and V keep their batch stride.
+        // The strides stay, and the first row moves: K and V keep their batch stride.
         operands.k.drain(..(i64::from(range.start) * problem.strides.k.seq) as usize);
         operands.v.drain(..(i64::from(range.start) * problem.strides.v.seq) as usize);
         let heads = operands.forward(&problem);
@@ -668,7 +668,7 @@ fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_position
         head_dim_qk: 5,
         head_dim_v: 2,
     };
-    // Under a causal mask a query's position is its own; without one, all stand where the first does.
+    // Under a causal mask each query has a position of its own; without a mask all have that of the first.
     for (mask, advances) in [("b", 1), ("0", 0)] {
         let mut problem = FwdProblem::batch(DType::F32, dims);
         problem.mask = mask.parse().unwrap();
@@ -707,7 +707,7 @@ fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_position
         for (b, cached) in CACHED.map(|cached| cached as usize).into_iter().enumerate() {
             let dims = Dims { batch: 1, seqlen_k: cached as u32 + 2, ..dims };
             let alone = FwdProblem::batch(DType::F32, dims).mask(problem.mask);
-            // Query `row / 2` has a row for each of its two heads.
+            // Row `row` of Q belongs to query `row / 2`, which has one row for each of its two heads.
             let q = turned(&operands.q[b * 20..][..20], &|row| cached + advances * (row / 2));
             let k_new = turned(&k_new[b * 10..][..10], &|row| cached + row);
             let k = [&operands.k[b * 40..][..cached * 5], &k_new].concat();

@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use crate::error::{ProblemError, ensure};
 
-/// The greatest score of each block's candidates; -inf of a block without any, NaN where one is NaN.
+/// Writes the greatest score of each block's candidates; -inf for a block without candidates, NaN if one score is
+/// NaN.
 ///
-/// `scores[j]` is that of key `j`; block `b` has keys `b * block ..` up to `(b + 1) * block` or the last. `maxima`
-/// has an element for each block.
+/// `scores[j]` is that of key `j`; block `b` has the keys from `b * block` up to `(b + 1) * block` or the last key.
+/// `maxima` has an element for each block.
 ///
 /// # Errors
 /// A block of 0 keys, and `maxima` of another length than there are blocks.
@@ -37,14 +38,14 @@ pub fn block_maxima(
     Ok(())
 }
 
-/// How compressed blocks lie over the blocks that are chosen (NSA's l, d and l').
+/// Sizes of the compressed blocks and of the blocks that are chosen (NSA's l, d and l').
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockOverlap {
     /// Tokens of a compressed block: a multiple of `stride`.
     pub compressed: u32,
-    /// Tokens from a compressed block to the next.
+    /// Tokens from the start of a compressed block to the start of the next.
     pub stride: u32,
-    /// Tokens of a block that is chosen: a multiple of `stride`.
+    /// Tokens of a block that can be chosen: a multiple of `stride`.
     pub selected: u32,
 }
 
@@ -63,11 +64,11 @@ impl BlockOverlap {
     }
 }
 
-/// Sums the probabilities of compressed blocks over each block's tokens:
-/// `sums[j] = sum_m sum_n p[(l' / d) j + m - n]` over `m < l' / d` and `n < l / d`, so a compressed block
-/// counts once for each stride of it that lies in block j. The caller adds the heads that share a selection.
+/// Sums the probabilities of compressed blocks over each block's tokens: `sums[j] = sum_m sum_n p[(l' / d) j + m -
+/// n]` over `m < l' / d` and `n < l / d`, so a compressed block counts once for each of its strides that lies in
+/// block j. The caller adds up the heads that share a selection.
 ///
-/// `probabilities[c]` is that of the compressed block of tokens `c * stride ..`.
+/// `probabilities[c]` belongs to the compressed block that begins at token `c * stride`.
 ///
 /// # Errors
 /// Sizes that are no multiples of the stride.
@@ -110,7 +111,7 @@ mod tests {
         assert_eq!(error.text, "maxima has 3 elements, but 4 are wanted");
     }
 
-    /// The expected weights count the tokens that two blocks share, in strides.
+    /// The expected weights count the strides of tokens that a compressed and a chosen block share.
     #[test]
     fn a_compressed_block_counts_once_for_each_stride_of_it_in_a_block() {
         for (compressed, stride, selected) in [(32, 16, 64), (16, 16, 16), (64, 16, 32), (48, 8, 24)] {

@@ -6,8 +6,8 @@ use std::ops::Range;
 use crate::error::Result;
 use crate::host_memory::reserve;
 
-/// The order in which keys are chosen: greater scores first, equal ones by their positions, NaN last of all. It is
-/// total, so the same scores give the same list everywhere.
+/// The order in which keys are chosen: greater scores first, equal scores by position, NaN last. The order is
+/// total, so equal scores give the same list on every backend.
 #[must_use]
 pub fn before(a: (f32, u32), b: (f32, u32)) -> Ordering {
     let scores = match (a.0.is_nan(), b.0.is_nan()) {
@@ -17,8 +17,8 @@ pub fn before(a: (f32, u32), b: (f32, u32)) -> Ordering {
     scores.then(a.1.cmp(&b.1))
 }
 
-/// The `list.len()` candidates of greatest score, or all where there are fewer: their positions ascending, and -1 after
-/// them. `scores[j]` is that of key `j`; candidates that have none are left out.
+/// Writes the positions of the `list.len()` candidates with the greatest scores, or of all if there are fewer,
+/// ascending, followed by -1. `scores[j]` is the score of key `j`; candidates without a score are left out.
 ///
 /// # Errors
 /// Memory that the system refuses, before anything is written.
@@ -26,14 +26,15 @@ pub fn choose(scores: &[f32], candidates: Range<u32>, list: &mut [i32]) -> Resul
     let candidates = within(scores, candidates);
     let mut keys: Vec<(f32, u32)> = reserve(candidates.len())?;
     keys.extend(candidates.map(|j| (scores[j as usize], j)));
-    // The order is total, so that sorting in place keeps no order of equals to lose.
+    // The order has no equal elements, so an unstable sort gives the same result as a stable one.
     keys.sort_unstable_by(|&a, &b| before(a, b));
     keys.truncate(list.len());
     write(&mut keys, list);
     Ok(())
 }
 
-/// As [`choose`], of blocks; those of `forced` that are candidates come before all others, the first of them first.
+/// Chooses blocks as [`choose`] does keys. Blocks of `forced` that are candidates are chosen before all others, in
+/// the order of `forced`.
 ///
 /// # Errors
 /// Memory that the system refuses, before anything is written.

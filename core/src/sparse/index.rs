@@ -16,7 +16,7 @@ pub struct IndexProblem {
     pub seqlen_q: u32,
     /// Keys of a sequence.
     pub seqlen_k: u32,
-    /// Heads of q; k has one, which all of them share.
+    /// Heads of q; k has one head, which all heads of q share.
     pub num_heads: u32,
     /// Elements of a row.
     pub head_dim: u32,
@@ -26,14 +26,15 @@ pub struct IndexProblem {
     pub dtype_k: DType,
 }
 
-/// Keys of its sequence among which a query may choose.
+/// The keys of its sequence among which a query may choose.
 #[derive(Clone, Copy, Debug)]
 pub enum Candidates<'a> {
     /// All keys.
     All,
-    /// Keys up to its own position, where the last query stands on the last key.
+    /// Keys up to the query's own position; the last query has the position of the last key.
     Causal,
-    /// Keys `first .. end` of each query, i32 `[batch, seqlen_q]` each; what lies outside of `0 .. seqlen_k` is no key.
+    /// Keys `first .. end` of each query, i32 `[batch, seqlen_q]` each; positions outside `0 .. seqlen_k` are
+    /// ignored.
     Ranges {
         /// The first.
         first: &'a [i32],
@@ -51,7 +52,7 @@ pub struct IndexArgs<'a> {
     pub k: DevSlice<'a>,
     /// `[batch, seqlen_q, num_heads]`: the weight of each head.
     pub weights: &'a [f32],
-    /// `[batch, seqlen_k]`: what each row of k is multiplied by, if anything.
+    /// `[batch, seqlen_k]`: optional factor of each row of k.
     pub k_scale: Option<&'a [f32]>,
     /// Keys among which queries may choose.
     pub candidates: Candidates<'a>,
@@ -110,7 +111,7 @@ impl<'a> IndexCall<'a> {
         &self.args
     }
 
-    /// Rows of q over all sequences, a row for each token.
+    /// Number of tokens over all sequences; q has `num_heads` rows for each.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.problem.batch as usize * self.problem.seqlen_q as usize
@@ -152,7 +153,7 @@ impl<'a> IndexCall<'a> {
         value * self.args.k_scale.map_or(1.0, |scale| f64::from(scale[key]))
     }
 
-    /// Key `j` among those of all sequences.
+    /// Index of key `j` of the token's sequence among the keys of all sequences.
     #[must_use]
     pub fn key(&self, row: usize, j: u32) -> usize {
         let IndexProblem { seqlen_q, seqlen_k, .. } = self.problem;
@@ -173,7 +174,7 @@ impl<'a> IndexCall<'a> {
     }
 }
 
-/// `I[i, j] = sum_h relu(q[i, h] . k[j]) w[i, h]`, `[batch, seqlen_q, seqlen_k]`; -inf where j is no candidate of i.
+/// `I[i, j] = sum_h relu(q[i, h] . k[j]) w[i, h]`, `[batch, seqlen_q, seqlen_k]`; -inf if j is no candidate of i.
 #[must_use]
 pub fn index_scores(call: &IndexCall<'_>) -> Vec<f64> {
     let problem = call.problem;

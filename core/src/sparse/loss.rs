@@ -1,4 +1,4 @@
-//! The loss that an indexer is trained by, and its gradients.
+//! The loss that trains an indexer, and the gradients of this loss.
 
 use super::index::{IndexCall, relu};
 use crate::error::{ProblemError, Result, ensure};
@@ -7,9 +7,9 @@ use crate::host_memory::filled;
 /// KL divergence of a list's scores from a target, and its gradient: with `p` the target divided by its sum,
 /// detached, and `q` the softmax of the scores, `loss = sum p (ln p - ln q)` and `d loss / d score = q - p`.
 ///
-/// `scores` and `target` have an element for each entry of the list; one whose score is -inf is absent and has
-/// neither probability nor gradient. The target is the sum over heads of attention's probabilities. A list without a
-/// key, or whose target has no weight, has no loss.
+/// `scores` and `target` have one element for each entry of the list. An entry with score -inf is absent: it has no
+/// probability and no gradient. The target is the sum over heads of attention's probabilities. The loss is 0 for a
+/// list without keys, or with a target whose sum is 0.
 ///
 /// # Errors
 /// Lengths that differ.
@@ -38,7 +38,7 @@ pub fn index_loss(scores: &[f32], target: &[f32], gradients: &mut [f32]) -> Resu
     Ok(loss)
 }
 
-/// Gradients of an indexer's operands, shaped like them; that of k is of its scaled rows.
+/// Gradients of an indexer's operands, shaped like them. The gradient of k is that of its rows after scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IndexGradients {
     /// `[batch, seqlen_q, num_heads, head_dim]`.
@@ -50,7 +50,7 @@ pub struct IndexGradients {
 }
 
 /// Gradients of q, k and w from those of the scores of lists: `indices` and `gradients` `[batch, seqlen_q, topk]`,
-/// absent entries as in [`KeyLists`](crate::KeyLists). The slope of relu at 0 is 0; a key that a list has twice
+/// absent entries as in [`KeyLists`](crate::KeyLists). The slope of relu at 0 is 0; a key that is listed twice
 /// counts twice.
 ///
 /// # Errors
@@ -128,7 +128,7 @@ mod tests {
         IndexCall::new(PROBLEM, args).unwrap()
     }
 
-    /// The whole chain: scores, lists, loss. Lists and target stay as they are.
+    /// The loss as a function of the operands: scores, lists, loss. Lists and target stay fixed.
     fn loss(call: &IndexCall<'_>, indices: &[i32], target: &[f32], gradients: &mut [f32]) -> f64 {
         let scores = index_scores(call);
         let topk = indices.len() / call.rows();

@@ -1,5 +1,6 @@
-//! Choosing the keys of a model that is trained sparse: scores of an indexer and of blocks, the greatest of them, and
-//! the indexer's loss. Each function here computes by definition, in f64; a backend's own have the same names.
+//! Choosing the keys of a model that is trained sparse: scores of an indexer and of blocks, the greatest of them,
+//! and the indexer's loss. Each function here computes by definition, in f64; a backend's functions have the same
+//! names.
 //!
 //! ```text
 //! index_scores      I[i, j] = sum_h relu(q[i, h] . k[j]) w[i, h]       DeepSeek-V3.2's indexer (arXiv 2512.02556)
@@ -11,9 +12,11 @@
 //! index_gradients   the gradients of q, k and w from those of the scores
 //! ```
 //!
-//! A [`ChooseProblem`] says the first five of them for a [`Device`](crate::Device), which plans them.
+//! A [`ChooseProblem`] describes such a computation, except the loss, for a [`Device`](crate::Device), which plans
+//! it.
 //!
-//! A list that [`choose`] gives is what [`KeyLists`](crate::KeyLists) takes: ascending positions, and -1 after them.
+//! A list from [`choose`] is in the form that [`KeyLists`](crate::KeyLists) takes: ascending positions, followed by
+//! -1.
 
 mod blocks;
 mod choose;

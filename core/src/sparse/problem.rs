@@ -1,5 +1,5 @@
-//! The choice of keys or blocks as a problem that a device plans: scores of an indexer or given ones, of keys or of
-//! blocks, and the greatest of each row.
+//! The choice of keys or blocks as a problem that a device plans: the source of the scores (an indexer or the
+//! caller), keys or blocks, and the number of greatest scores to choose in each row.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::setters::setters;
 /// Most heads of an indexer.
 pub const MAX_INDEX_HEADS: u32 = 4096;
 
-/// Places of an indexer's keys in memory. Strides are in elements; each row of `head_dim` elements is contiguous.
+/// Layout of an indexer's keys in memory. Strides are in elements; each row of `head_dim` elements is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IndexKeys {
     /// `[batch, seqlen_k, head_dim]`.
@@ -31,9 +31,9 @@ pub enum IndexKeys {
 /// Strides of an indexer's keys and of their scales, in elements of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct IndexStrides {
-    /// From a sequence, or a page, to the next.
+    /// Stride from one sequence, or page, to the next.
     pub outer: u64,
-    /// From a key to the next.
+    /// Stride from one key to the next.
     pub key: u64,
 }
 
@@ -51,11 +51,11 @@ pub struct Indexer {
     pub dtype_k: DType,
     /// Whether each key has an f32 scale.
     pub k_scale: bool,
-    /// Places of the keys.
+    /// Layout of the keys.
     pub keys: IndexKeys,
     /// Strides of k.
     pub strides_k: IndexStrides,
-    /// Strides of the scales; not read without scales.
+    /// Strides of the scales; not read if keys have no scales.
     pub strides_scale: IndexStrides,
 }
 
@@ -68,10 +68,10 @@ pub enum ScoreSource {
     Given,
 }
 
-/// Scores of blocks, from those of keys.
+/// How the score of a block follows from those of its keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockScore {
-    /// The greatest score of a block's candidates; NaN where one is NaN, -inf of a block without any.
+    /// The greatest score of a block's candidates; NaN if one is NaN, -inf for a block without candidates.
     Maximum {
         /// Keys of a block.
         block: u32,
@@ -79,22 +79,22 @@ pub enum BlockScore {
     /// Sums of given probabilities of compressed blocks, which are the "keys" of the problem
     /// ([`block_sums`](super::block_sums)).
     Sum {
-        /// How the compressed blocks lie over those that are chosen.
+        /// Sizes of the compressed blocks and of the blocks that are chosen.
         overlap: BlockOverlap,
         /// Blocks that may be chosen.
         num_blocks: u32,
     },
 }
 
-/// Blocks in place of keys, and which of them are in whatever they score.
+/// Choice of blocks instead of keys, and which blocks are chosen whatever their score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct ChosenBlocks {
     /// A block's score.
     pub score: BlockScore,
-    /// Candidates that are in: the first so many of a row.
+    /// Number of a row's first candidates that are always chosen.
     pub first: u32,
-    /// Candidates that are in: the last so many of a row.
+    /// Number of a row's last candidates that are always chosen.
     pub last: u32,
 }
 
@@ -103,7 +103,7 @@ pub struct ChosenBlocks {
 pub enum CandidateKind {
     /// All keys of a sequence.
     All,
-    /// Keys up to a query's own position, where the last query stands on the last key.
+    /// Keys up to a query's own position; the last query has the position of the last key.
     #[default]
     Causal,
     /// Keys `first .. end` of each query.
@@ -120,8 +120,8 @@ impl From<Candidates<'_>> for CandidateKind {
     }
 }
 
-/// A choice without its pointers: the `topk` greatest of each row, ties to the lower position, NaN last, in ascending
-/// position with -1 after them.
+/// A choice without its pointers: the `topk` greatest scores of each row (ties: lower position first; NaN last), as
+/// positions in ascending order, followed by -1.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ChooseProblem {
@@ -129,20 +129,21 @@ pub struct ChooseProblem {
     pub batch: u32,
     /// Queries of a sequence.
     pub seqlen_q: u32,
-    /// Keys of a sequence; the most where `seqused_k` says how many there are.
+    /// Keys of a sequence; an upper bound if `seqused_k` gives the numbers.
     pub seqlen_k: u32,
-    /// Entries of a list; 0: no list is written.
+    /// Entries of a list; 0 if no list is written.
     pub topk: u32,
     /// Source of the scores.
     pub source: ScoreSource,
-    /// Keys among which a query may choose. Of sums of blocks they are blocks, and not `Causal`.
+    /// Keys among which a query may choose. For sums of blocks the candidates are blocks, and `Causal` is not
+    /// allowed.
     pub candidates: CandidateKind,
     /// Whether each sequence has a length of its own, i32 `[batch]`.
     pub seqused_k: bool,
     /// Blocks in place of keys.
     pub blocks: Option<ChosenBlocks>,
-    /// Whether the scores that are chosen among are written, f32 `[batch, seqlen_q, seqlen_k]` or `[.., num_blocks]`:
-    /// -inf where a key is no candidate.
+    /// Whether the scores of the keys or blocks are written, f32 `[batch, seqlen_q, seqlen_k]` or `[..,
+    /// num_blocks]`: -inf for a key that is no candidate.
     pub write_scores: bool,
 }
 
@@ -172,7 +173,7 @@ impl Indexer {
         strides_scale: IndexStrides => strides_scale;
     }
 
-    /// Keys in pages, which lie densely one after another until strides say another thing.
+    /// Sets keys in pages, which are contiguous and densely packed unless strides are set.
     #[must_use]
     pub fn paged(self, page_size: u32, num_pages: u32, max_pages: u32) -> Self {
         let keys = IndexKeys::Paged { page_size, num_pages, max_pages };
@@ -235,13 +236,13 @@ impl Indexer {
 }
 
 impl ChosenBlocks {
-    /// Blocks of so many keys, whose score is the greatest of their candidates'.
+    /// Blocks of this many keys; a block's score is the greatest of its candidates.
     #[must_use]
     pub const fn maximum(block: u32) -> Self {
         Self { score: BlockScore::Maximum { block }, first: 0, last: 0 }
     }
 
-    /// Blocks whose score is a sum of given probabilities.
+    /// Blocks whose score is a sum of given probabilities of compressed blocks.
     #[must_use]
     pub const fn sum(overlap: BlockOverlap, num_blocks: u32) -> Self {
         Self { score: BlockScore::Sum { overlap, num_blocks }, first: 0, last: 0 }
@@ -283,13 +284,13 @@ impl ChooseProblem {
         write_scores: bool => write_scores;
     }
 
-    /// Rows of q: a list each.
+    /// Rows of q, each with one list.
     #[must_use]
     pub fn rows(&self) -> u64 {
         u64::from(self.batch) * u64::from(self.seqlen_q)
     }
 
-    /// The indexer, if scores are one's.
+    /// The indexer, if the scores come from one.
     #[must_use]
     pub fn indexer(&self) -> Option<&Indexer> {
         match &self.source {
@@ -298,7 +299,7 @@ impl ChooseProblem {
         }
     }
 
-    /// Keys or blocks of a row.
+    /// Number of keys or blocks that a row may choose from.
     #[must_use]
     pub fn num_entries(&self) -> u32 {
         match self.blocks.map(|blocks| blocks.score) {
@@ -308,8 +309,8 @@ impl ChooseProblem {
         }
     }
 
-    /// The keys (of sums: the blocks) that the query at `row` may choose among. `used`: keys of its sequence;
-    /// `range`: of [`CandidateKind::Ranges`] the first and one past the last.
+    /// The keys (or, for sums, blocks) among which the query at `row` may choose. `used`: number of keys of its
+    /// sequence; `range`: for [`CandidateKind::Ranges`] the first candidate and one past the last.
     #[must_use]
     pub fn candidates_of(&self, row: u64, used: u32, range: [i32; 2]) -> Range<u32> {
         let sums = matches!(self.blocks.map(|blocks| blocks.score), Some(BlockScore::Sum { .. }));
@@ -415,7 +416,7 @@ impl ChooseProblem {
     }
 }
 
-/// A choice that contradicts itself nowhere.
+/// A choice without contradictions, made by [`ChooseProblem::validate`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValidChoose(ChooseProblem);
 

@@ -1,12 +1,12 @@
 //! Structs and constants that host and device share, declared once in Rust and rendered to C++.
 //!
-//! - [`abi_struct!`](crate::abi_struct): a `repr(C)` struct that a kernel takes as an argument. The
-//!   compiler of the kernel checks its size against Rust's; since there is no implicit padding
-//!   (checked in Rust), size and order settle the layout.
-//! - [`abi_spec!`](crate::abi_spec): a struct of compile-time facts. It crosses as text, a C++20
-//!   designated initialiser, so names stand on both ends and no layout has to agree.
-//! - [`abi_enum!`](crate::abi_enum): an enum that a spec holds, spelled alike on both sides.
-//! - [`abi_functions!`](crate::abi_functions): numbers that follow from specs ([`functions`](crate::functions)).
+//! - [`abi_struct!`](crate::abi_struct): a `repr(C)` struct that a kernel takes as an argument. A static assertion
+//!   in the kernel compares its size with Rust's; since there is no implicit padding (checked in Rust), size and
+//!   order fix the layout.
+//! - [`abi_spec!`](crate::abi_spec): a struct of compile-time facts. It is passed as text, a C++20 designated
+//!   initialiser, so fields are matched by name and not by layout.
+//! - [`abi_enum!`](crate::abi_enum): an enum inside a spec, with the same names on both sides.
+//! - [`abi_functions!`](crate::abi_functions): numbers derived from specs ([`functions`](crate::functions)).
 //! - [`abi_memory!`](crate::abi_memory): shared memory as a list of parts ([`memory`](crate::memory)).
 
 use std::marker::PhantomData;
@@ -15,7 +15,7 @@ use crate::dtype::DType;
 use crate::layout::{Strides, VLayout};
 use crate::mask::{MaskAlign, MaskBounds, MaskKind, MaskSpec};
 
-/// A type that both sides know.
+/// A type that both host and device have.
 pub trait AbiType: Copy {
     /// The type's C++ name.
     fn c_name() -> String;
@@ -23,7 +23,7 @@ pub trait AbiType: Copy {
 
 /// A struct of run-time arguments.
 pub trait AbiStruct: AbiType {
-    /// The type's C++ definition, with the assertion that host and device agree.
+    /// The type's C++ definition, with a static assertion of its size.
     fn c_definition() -> String;
 }
 
@@ -31,7 +31,7 @@ pub trait AbiStruct: AbiType {
 pub trait AbiLiteral {
     /// The C++ type's name.
     fn c_type() -> &'static str;
-    /// The C++ definition of that type; empty for what C++ has by itself.
+    /// The C++ definition of the type; empty for types that C++ has itself.
     fn c_definition() -> String {
         String::new()
     }
@@ -68,7 +68,7 @@ impl AbiLiteral for i32 {
     }
 }
 
-/// Elements whose type is a fact of the spec: `void` to C++.
+/// Elements whose type is part of the spec; `void` in C++.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Untyped;
 
@@ -78,7 +78,7 @@ impl AbiType for Untyped {
     }
 }
 
-/// An address in the device's memory; 0 where a call has no such operand.
+/// An address in the device's memory; 0 if a call has no such operand.
 #[repr(transparent)]
 #[derive(Debug, PartialEq, Eq)]
 pub struct DevPtr<T>(pub u64, PhantomData<T>);
@@ -124,7 +124,7 @@ macro_rules! abi_struct {
         #[derive(Clone, Copy, Debug, PartialEq)]
         pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
 
-        // No implicit padding: size and order alone settle the layout.
+        // There is no implicit padding, so size and order fix the layout.
         const _: () = assert!(
             0 $(+ size_of::<$type>())* == size_of::<$name>(),
             concat!(stringify!($name), " has implicit padding")
@@ -144,8 +144,8 @@ macro_rules! abi_struct {
     };
 }
 
-/// Declares a struct of compile-time facts, its C++ definition and its C++ literal, and the
-/// [list of its fields](crate::fields): a field may say after `=` what it takes from a user.
+/// Declares a struct of compile-time facts, its C++ definition and its C++ literal, and the [list of its
+/// fields](crate::fields). After `=` a field may list the values that a user may set.
 #[macro_export]
 macro_rules! abi_spec {
     ($(#[$meta:meta])* pub struct $name:ident {
@@ -201,8 +201,8 @@ macro_rules! abi_spec {
     (@takes $takes:expr) => { $takes };
 }
 
-/// Spells an enum alike in Rust and in C++; to a user `OneByOne` is `one_by_one`. A variant that is left
-/// out does not compile.
+/// Declares an enum with the same names in Rust and in C++; a user writes `OneByOne` as `one_by_one`. Leaving out a
+/// variant is a compile error.
 #[macro_export]
 macro_rules! abi_enum {
     ($name:ident { $($variant:ident),* $(,)? }) => {
@@ -258,7 +258,7 @@ abi_struct! {
         pub row: i64,
         /// Stride from head to head.
         pub head: i64,
-        /// Stride from element to element of a row: 1, but for a column-major V.
+        /// Stride between elements of a row: 1, except for a column-major V.
         pub dim: i64,
     }
 }
@@ -276,8 +276,8 @@ impl View {
 }
 
 abi_struct! {
-    /// f32 numbers of a (batch, head): element `i_batch * batch + i_head * head`. Descales count kv
-    /// heads, slopes and sinks query heads; a stride of 0 broadcasts.
+    /// f32 numbers of a (batch, head): element `i_batch * batch + i_head * head`. For descales the head is a kv
+    /// head, for slopes and sinks a query head; a stride of 0 broadcasts.
     pub struct HeadScalars {
         /// The first.
         pub data: DevPtr<f32>,
@@ -294,7 +294,7 @@ impl HeadScalars {
 }
 
 abi_struct! {
-    /// A mask before it meets a sequence, as [`MaskSpec::bounds`] has it.
+    /// A mask before a sequence's lengths are known, in the form of [`MaskSpec::bounds`].
     pub struct MaskParams {
         /// Smallest visible `j - i - diag`; `i32::MIN` = unbounded.
         pub lo: i32,
@@ -315,8 +315,8 @@ impl From<MaskSpec> for MaskParams {
 
 /// Bounds, and the sink columns.
 impl From<(MaskBounds, u32)> for MaskParams {
-    /// Exact although it saturates: lengths fit 31 bits, so a bound outside i32 hides nothing that
-    /// the nearest i32 would show, nor the reverse.
+    /// The conversion to i32 saturates and is still exact: lengths fit 31 bits, so a bound outside i32 shows and
+    /// hides the same keys as the nearest i32.
     fn from((bounds, sink_columns): (MaskBounds, u32)) -> Self {
         let saturated = |bound: i64| bound.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
         Self {
@@ -328,7 +328,7 @@ impl From<(MaskBounds, u32)> for MaskParams {
     }
 }
 
-/// Words of a kernel's arguments for what a score and a mask as code capture.
+/// Number of words in a kernel's arguments for the captures of a score and a mask as code.
 pub const CODE_WORDS: usize = 48;
 
 abi_struct! {
@@ -348,7 +348,7 @@ abi_struct! {
         /// `[batch, num_heads_q, seqlen_q, seqlen_k]` with the query as row and the key as dim;
         /// broadcast axes have stride 0.
         pub bias: View,
-        /// Natural log-sum-exp; null when not wanted.
+        /// Natural log-sum-exp; null if not wanted.
         pub lse: DevPtr<f32>,
         /// Stride of `lse` from sequence to sequence; 0 when packed.
         pub lse_batch: i64,
@@ -360,7 +360,7 @@ abi_struct! {
         pub cu_seqlens_q: DevPtr<i32>,
         /// `[batch + 1]`, first row of each packed sequence of K; null when K is not packed.
         pub cu_seqlens_k: DevPtr<i32>,
-        /// `[batch]`, logical lengths; null: the physical ones.
+        /// `[batch]`, logical lengths; null if the physical lengths are used.
         pub seqused_q: DevPtr<i32>,
         /// `[batch]`, logical lengths; null: the physical ones.
         pub seqused_k: DevPtr<i32>,
@@ -372,13 +372,13 @@ abi_struct! {
         pub alibi_slopes: HeadScalars,
         /// The learnable sinks.
         pub sink: HeadScalars,
-        /// Factors of FP8 Q; null: 1.
+        /// Factors of FP8 Q; null means 1.
         pub descale_q: HeadScalars,
-        /// Factors of FP8 K; null: 1.
+        /// Factors of FP8 K; null means 1.
         pub descale_k: HeadScalars,
-        /// Factors of FP8 V; null: 1.
+        /// Factors of FP8 V; null means 1.
         pub descale_v: HeadScalars,
-        /// Factor of O before it is rounded to FP8; null: 1.
+        /// Factor of O before it is rounded to FP8; null means 1.
         pub scale_o: DevPtr<f32>,
         /// Scratch of the kernel's own; null when it needs none.
         pub workspace: DevPtr<Untyped>,
@@ -406,13 +406,13 @@ abi_struct! {
         pub mask: MaskParams,
         /// 1: `ALiBi` measures from the diagonal `seqlen_k - seqlen_q`; 0: from 0.
         pub alibi_bottom_right: i32,
-        /// Added to that diagonal: where the diagonal of the whole lies in a call that is a part.
+        /// Shift of ALiBi's diagonal, for a call that is a part: where the whole's diagonal lies in it.
         pub alibi_shift: i32,
         /// Multiplies `Q K^T`.
         pub softmax_scale: f32,
         /// The soft-cap; 0 when there is none.
         pub softcap: f32,
-        /// Keep iff the Philox word is less.
+        /// A score is kept if its Philox word is less than this.
         pub dropout_threshold: u32,
         /// `1 / (1 - p_drop)`.
         pub dropout_scale: f32,
@@ -424,27 +424,28 @@ abi_struct! {
         pub dropout_offset: u32,
         /// Position of the call's first query in the whole that it is a part of.
         pub dropout_first_query: i32,
-        /// Index of the four of the whole's keys that holds the call's first key.
+        /// Position of the call's first key in the whole, divided by four: the index of its group of four keys.
         pub dropout_first_quad: i32,
-        /// Which of the four it is; 0 for kernels that decide four keys at once.
+        /// Position of the call's first key within its group of four; 0 for kernels that decide four keys at once.
         pub dropout_key_of_quad: i32,
-        /// `i_batch * num_heads_q + i_head` of its first sequence and head in the whole.
+        /// `i_batch * num_heads_q + i_head` of the call's first sequence and head in the whole.
         pub dropout_first_head: i32,
         /// Query heads of the whole.
         pub dropout_num_heads: i32,
-        /// Words that a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
+        /// Words with what a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
         pub code: [u64; CODE_WORDS],
     }
 }
 
 abi_struct! {
-    /// Words that announce the keys of a call that come while it runs ([`Arrivals`](crate::Arrivals)).
+    /// Parameters for keys that arrive while the call runs: ends and flags of their pieces
+    /// ([`Arrivals`](crate::Arrivals)).
     pub struct ArrivalParams {
         /// One past the last row of each piece.
         pub ends: DevPtr<u32>,
-        /// Flags of the pieces, one each, and behind them a word of the kernel's.
+        /// Flags of the pieces, one each, followed by a word that only the kernel uses.
         pub flags: DevPtr<u32>,
-        /// Bits of the pieces that are there before the call.
+        /// Bit mask of the pieces that have arrived before the call.
         pub here: u64,
         /// Nanoseconds for which a thread waits for a piece.
         pub timeout_ns: u64,
@@ -457,7 +458,7 @@ abi_struct! {
     /// Parameters of a backward kernel. Facts known at compile time are in [`BwdSpec`](crate::spec::BwdSpec),
     /// not here.
     pub struct BwdParams {
-        /// The forward call: its operands, of which `o` and `lse` are inputs here, and its numbers.
+        /// The forward call: its scalars and operands, of which `o` and `lse` are inputs here.
         pub fwd: FwdParams,
         /// Gradient of O, `[batch, seqlen_q, num_heads_q, head_dim_v]`, or packed.
         pub dout: View,
@@ -467,52 +468,53 @@ abi_struct! {
         pub dk: View,
         /// Gradient of V.
         pub dv: View,
-        /// Gradient of the bias, `[batch, num_heads_q, seqlen_q, seqlen_k]` over those of its axes that it has, the
-        /// query as row and the key as dim; broadcast axes have stride 0.
+        /// Gradient of the bias, `[batch, num_heads_q, seqlen_q, seqlen_k]` without the axes that the bias lacks;
+        /// the query is the row and the key is dim. Broadcast axes have stride 0.
         pub dbias: View,
         /// Gradient of LSE, laid out like it; null when there is none.
         pub dlse: DevPtr<f32>,
         /// Gradient of the sinks, `[num_heads_q]`; null when not wanted.
         pub dsink: DevPtr<f32>,
-        /// LSE less `score_origin` in log2 for each query row, in the workspace (`fmha/bwd.h` says which
-        /// row); +infinity for a row that adds nothing.
+        /// LSE less `score_origin` in log2 for each query row, in the workspace (`fmha/bwd.h` has the row's index);
+        /// +infinity for a row without contributions.
         pub lse_log2: DevPtr<f32>,
-        /// Origin of each query row's scores, in the workspace: 0, or where LSE is so large that its own
-        /// rounding would show in P, about LSE (`fmha/row_bwd.h`).
+        /// Number that is subtracted from each query row's scores, in the workspace: 0, or about LSE if LSE is so
+        /// large that its rounding would change P (`fmha/row_bwd.h`).
         pub score_origin: DevPtr<f32>,
         /// `dO . O - dLSE` for each query row, in the workspace.
         pub delta: DevPtr<f32>,
-        /// f32 sums of dQ in the workspace, blocks of rows in the order of the kernel's accumulators; null
-        /// where dQ is not summed in memory.
+        /// f32 sums of dQ in the workspace, blocks of rows in the order of the kernel's accumulators; null if dQ is
+        /// not accumulated in global memory.
         pub dq_sums: DevPtr<f32>,
-        /// Semaphores in the workspace, one for each block of rows of `dq_sums`. Where sums have an order,
-        /// the number of key blocks that have added; where the first addition stores, 1 while one is about to
-        /// store and 2 once it has; else null.
+        /// Semaphores in the workspace, one for each block of rows of `dq_sums`. For ordered sums: the number of
+        /// key blocks that have added. If the first addition is a store: 1 while it is about to store and 2 once it
+        /// has. Otherwise null.
         pub dq_semaphores: DevPtr<i32>,
         /// Counters of the dynamic schedulers in the workspace, the next tile's index first.
         pub schedulers: DevPtr<i32>,
-        /// Flags in the workspace for each warp of each tile: whether its dK or dV have a number that is not
-        /// finite. Behind them lie the main kernel's other flags and counters.
+        /// Flags in the workspace for each warp of each tile: whether its dK or dV contain a non-finite number.
+        /// They are followed by the main kernel's other flags and counters.
         pub non_finite: DevPtr<i32>,
-        /// Rows of `lse_log2`, `score_origin` and `delta` from query head to query head.
+        /// Number of rows of `lse_log2`, `score_origin` and `delta` between query heads.
         pub stats_head: i64,
-        /// Rows from sequence to sequence.
+        /// Number of rows of `lse_log2`, `score_origin` and `delta` between sequences.
         pub stats_batch: i64,
-        /// 1 where the bias' gradient has a batch axis.
+        /// 1 if the bias' gradient has a batch axis.
         pub dbias_per_batch: i32,
-        /// 1 where the bias' gradient has a head axis.
+        /// 1 if the bias' gradient has a head axis.
         pub dbias_per_head: i32,
-        /// f32 sums of the gradients of captured tensors in the workspace, one gradient behind another, once
-        /// for each part of the rows.
+        /// f32 sums of the gradients of captured tensors in the workspace: the gradients one after another, and all
+        /// of them once for each part of the rows.
         pub captured_sums: DevPtr<f32>,
         /// Number of elements of all gradients in `captured_sums`.
         pub captured_elems: i64,
-        /// How many times they are there: part n has the n-th of equal shares of all query rows.
+        /// Number of copies of `captured_sums`: copy n has the sums over the n-th of equal shares of all query
+        /// rows.
         pub captured_parts: i64,
     }
 }
 
-/// Most parts that one combine launch merges: their addresses travel in the kernel's 4 KB of arguments.
+/// Most parts that one combine launch merges: their addresses are passed in the kernel's 4 KB of arguments.
 pub const MAX_PARTS: usize = 128;
 
 abi_struct! {
@@ -528,7 +530,7 @@ abi_struct! {
 abi_struct! {
     /// Parameters of the combine kernel: partial results over the same rows.
     pub struct CombineParams {
-        /// The parts, of which the first `num_parts` are given.
+        /// The parts, of which the first `num_parts` are used.
         pub parts: [PartPointers; MAX_PARTS],
         /// Every part's strides; `data` is unused.
         pub part: View,
@@ -547,7 +549,7 @@ abi_struct! {
     }
 }
 
-/// `constexpr int32_t NAME = VALUE;`: a number that host and device share.
+/// C++ text `constexpr int32_t NAME = VALUE;` of a number that host and device share.
 #[must_use]
 pub fn c_constant(name: &str, value: u32) -> String {
     format!("constexpr int32_t {name} = {value};\n")

@@ -1,4 +1,4 @@
-//! A call's pointers and numbers as the kernels of every vendor take them.
+//! A call's pointers and numbers as kernel parameters, for every vendor.
 
 use crate::abi::{
     ArrivalParams, BwdParams, CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams,
@@ -38,7 +38,7 @@ pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>, numbers: &[Number]) 
     inputs(problem, [&none; 3], seq, &ScoreArgs { numbers, ..ScoreArgs::default() })
 }
 
-/// Q, K and V of a forward kernel, and where their rows lie; nothing else of a call.
+/// Arguments of a forward kernel for Q, K and V and the places of their rows only.
 pub(crate) fn input_params(
     problem: &FwdProblem,
     [q, k, v]: [DevSlice<'_>; 3],
@@ -47,8 +47,8 @@ pub(crate) fn input_params(
     inputs(problem, [&q, &k, &v], seq, &ScoreArgs::default())
 }
 
-/// The arguments of a backward kernel, but for those in its workspace, which it lays out itself. `args` have passed
-/// [`check_bwd`](crate::args::check_bwd).
+/// The arguments of a backward kernel, except those in its workspace, whose layout the kernel defines. `args` have
+/// passed [`check_bwd`](crate::args::check_bwd).
 #[must_use]
 pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
     let fwd = &problem.fwd;
@@ -181,7 +181,7 @@ fn inputs(
         alibi_shift: alibi_shift as i32,
         softmax_scale: problem.resolved_softmax_scale(),
         softcap: problem.score.softcap.unwrap_or(0.0),
-        // 2^32 (keep all) is a kernel compiled without dropout.
+        // A threshold of 2^32 (keep all) does not fit, but such a call has a kernel compiled without dropout.
         dropout_threshold: u32::try_from(keep_threshold(problem.dropout.p_drop)).unwrap_or(u32::MAX),
         dropout_scale: keep_scale(problem.dropout.p_drop) as f32,
         dropout_key_low: seed.seed as u32,
@@ -190,14 +190,14 @@ fn inputs(
         dropout_first_query: part.position_q as i32,
         dropout_first_quad: (part.position_k / 4) as i32,
         dropout_key_of_quad: (part.position_k % 4) as i32,
-        // Head counts stay below 2^32, which the problem has checked; the kernels count modulo 2^32.
+        // Head counts are below 2^32, as checked in the problem; the kernels count modulo 2^32.
         dropout_first_head: part.batch.wrapping_mul(heads_of_whole).wrapping_add(part.head) as i32,
         dropout_num_heads: heads_of_whole as i32,
         code: CodeSource { code: &problem.code, gradients: &[] }.words(score),
     }
 }
 
-/// Parameters of a kernel that waits for keys that come while it runs; `args` have passed the check of their
+/// Parameters of a kernel that waits for keys that arrive while it runs; `args` have passed the check of their
 /// call.
 #[must_use]
 pub fn arrival_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ArrivalParams {

@@ -1,10 +1,10 @@
-//! Rows of a backward call, by which its launches are cut, and the places of its numbers in the workspace.
+//! Rows of a backward call, by which its launches are partitioned, and the offsets of its arrays in the workspace.
 
 use crate::abi::{BwdParams, DevPtr};
 use crate::bwd::BwdProblem;
 use crate::score::Bias;
 
-/// Offsets in bytes from the workspace's start, and how a query row is found in it (`fmha/bwd.h`).
+/// Offsets in bytes from the workspace's start, and the strides that locate a query row (`fmha/bwd.h`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BwdWorkspace {
     lse_log2: u64,
@@ -20,14 +20,16 @@ pub struct BwdWorkspace {
     stats_batch: i64,
 }
 
-/// Sums of dQ in memory, to which blocks of keys add.
+/// Sums of dQ in global memory, to which the CTAs of key blocks add.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DqSums {
     /// Columns of a row.
     pub dim: u32,
-    /// How many there are of each row: one to which all blocks of keys add, or one of each of so many.
+    /// Number of sums for each row: one, to which all blocks of keys add, or one for each part of the blocks of
+    /// keys.
     pub parts: u32,
-    /// Whether each query block has a semaphore: how many have added to it, or whether one has stored it.
+    /// Whether each query block has a semaphore: the number of key blocks that have added to it, or whether one has
+    /// stored it.
     pub has_semaphores: bool,
 }
 
@@ -40,8 +42,8 @@ struct CapturedSums {
 }
 
 impl BwdWorkspace {
-    /// Lays out the workspace of a kernel with query blocks of `block_m` rows, with these sums if it has any,
-    /// and `flags` numbers of the kernel's own. `None`: it would be 2^62 bytes or more.
+    /// Lays out the workspace of a kernel with query blocks of `block_m` rows, with these sums of dQ, if any, and
+    /// `flags` numbers that only the kernel uses. `None` if it would be 2^62 bytes or more.
     #[must_use]
     pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, flags: u64) -> Option<Self> {
         let dq_elems = sums.map_or(0, |sums| u64::from(sums.dim) * u64::from(sums.parts));
@@ -52,7 +54,7 @@ impl BwdWorkspace {
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
         let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_elems)?;
-        // Offset of the arrays with rows, behind the schedulers' counters.
+        // Offset of the arrays with rows, after the schedulers' counters.
         let first = 256;
         let all_stats = stats.checked_mul(3)?;
         let semaphores = all_stats.checked_add(sum_bytes)?.checked_add(first)?;
@@ -73,9 +75,8 @@ impl BwdWorkspace {
         })
     }
 
-    /// Adds f32 sums of the gradients of captured tensors behind all else, one for each part of the query
-    /// rows: `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62 bytes or
-    /// more.
+    /// Appends f32 sums of the gradients of captured tensors, one copy for each part of the query rows: at most
+    /// `most_parts`, and fewer if they would be too large. `None` if the workspace would be 2^62 bytes or more.
     #[must_use]
     pub fn with_captured(self, problem: &BwdProblem, most_parts: u64) -> Option<Self> {
         const MOST_BYTES: u64 = 256 << 20;
@@ -91,13 +92,13 @@ impl BwdWorkspace {
         (bytes < 1 << 62).then_some(Self { captured, bytes, ..self })
     }
 
-    /// The elements of all gradients of captured tensors, and how many times their sums are there.
+    /// Number of elements of all gradients of captured tensors, and number of copies of their sums.
     #[must_use]
     pub fn captured(&self) -> (u64, u64) {
         self.captured.map_or((0, 0), |captured| (captured.elems, captured.parts))
     }
 
-    /// The arguments with this workspace at `address`.
+    /// The kernel arguments for this workspace at `address`.
     #[must_use]
     pub fn bind(&self, params: BwdParams, address: u64) -> BwdParams {
         BwdParams {
@@ -118,7 +119,7 @@ impl BwdWorkspace {
     }
 }
 
-/// Rows that `fmha/row_bwd.h` computes one by one, whether their sequence has them or not.
+/// Numbers of rows that `fmha/row_bwd.h` computes one by one, also rows beyond their sequence's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BwdRows {
     /// Rows of dQ, of LSE and of delta.

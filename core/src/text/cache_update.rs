@@ -1,8 +1,8 @@
 //! Update of the KV cache by a call, before a forward kernel reads it: one launch writes new keys and values
 //! to the cache and rotates new keys and queries to their positions.
 //!
-//! The forward kernel then uses the lengths and, if they are rotated, the queries that this launch leaves in
-//! the workspace.
+//! The forward kernel then reads the lengths and, if queries are rotated, the queries that this launch has written
+//! to the workspace.
 
 use crate::RotaryPairs;
 use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped, View};
@@ -42,9 +42,9 @@ abi_spec! {
         pub v_in_k: bool,
         /// Number of rotated elements of a row; 0: none.
         pub rotary_dim: i32,
-        /// Whether elements 2i and 2i + 1 form a pair for the rotation, and not i and i + `rotary_dim` / 2.
+        /// Whether the rotation pairs elements 2i and 2i + 1, instead of i and i + `rotary_dim` / 2.
         pub interleaved: bool,
-        /// Whether query i is rotated to i rows after the first one's position.
+        /// Whether query i's position is i rows after the first query's; otherwise all queries have one position.
         pub positions_advance: bool,
         /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; else 0.
         pub row_bytes: i32,
@@ -62,7 +62,7 @@ abi_struct! {
         pub k_new: View,
         /// New values, `[batch, seqlen_new, num_heads_kv, head_dim_v]`, or packed.
         pub v_new: View,
-        /// Place of the rotated queries.
+        /// Where the rotated queries are written.
         pub q: View,
         /// Scales of K's rows in the cache, written with them; unread where rows have none.
         pub k_scale: View,
@@ -74,9 +74,9 @@ abi_struct! {
         pub cos: DevPtr<Untyped>,
         /// Sines, laid out as the cosines.
         pub sin: DevPtr<Untyped>,
-        /// `[batch]`, written: keys of each sequence, new ones included.
+        /// `[batch]`, an output: keys of each sequence, new ones included.
         pub seqused: DevPtr<i32>,
-        /// New rows of a sequence; packed, an upper bound.
+        /// New rows of each sequence; with packed rows, an upper bound.
         pub seqlen_new: i32,
         /// New rows of all sequences, packed.
         pub total_new: i32,
@@ -93,10 +93,10 @@ pub fn is_wanted(problem: &FwdProblem) -> bool {
     problem.cache.append.is_some() || problem.cache.rotary.is_some()
 }
 
-/// Whether the launch does what `problem` wants of it, if it wants anything.
+/// Checks that the launch supports the cache update of `problem`, if it has one.
 ///
 /// # Errors
-/// In the name of the `kernel` behind it, the types that it does not take.
+/// Types that the launch does not support, as a refusal of `kernel`, which follows it.
 pub fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
     let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
     if is_wanted(problem) && (qk == DType::F32 || v == DType::F32) {
@@ -108,7 +108,7 @@ pub fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> 
     Ok(())
 }
 
-/// Elements from a turned query's row to the next: each row begins on 16 bytes.
+/// Elements from one rotated query's row to the next: each row begins at a multiple of 16 bytes.
 fn turned_row(problem: &FwdProblem) -> u32 {
     let elems = 16 / problem.dtypes.qk.size_bytes() as u32;
     problem.dims.head_dim_qk.next_multiple_of(elems)
@@ -131,8 +131,7 @@ pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
     first_query(problem) + if problem.cache.rotary.is_some() { rows.saturating_mul(row) } else { 0 }
 }
 
-/// Rows of Q in the workspace: of packed sequences each has as many as the longest may have, wherever its
-/// rows lie in Q.
+/// Rows of Q in the workspace: each sequence has as many as the longest may have, also if queries are packed.
 fn turned_rows(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
 }
@@ -142,7 +141,8 @@ fn first_query(problem: &FwdProblem) -> u64 {
     (u64::from(problem.dims.batch) * 4).next_multiple_of(256)
 }
 
-/// The launch's argument, its part of the workspace at `workspace`; and the arguments of the forward kernel after it.
+/// The launch's argument, for its part of the workspace at `workspace`, and the arguments of the forward kernel
+/// after it.
 #[must_use]
 pub fn bind(
     problem: &FwdProblem,
@@ -235,7 +235,8 @@ mod tests {
 
     use super::*;
 
-    /// Rows of a packed Q may lie anywhere, and there may be more of them than sequences have.
+    /// The workspace has a place for each row of each sequence: rows of a packed Q may lie anywhere, and there may
+    /// be more rows than the sequences use.
     #[test]
     fn turned_queries_have_a_place_for_each_sequence_and_row_of_it() {
         for seqlen_q in [1, 9] {

@@ -1,5 +1,5 @@
-//! The choice of keys as its launches take it: a spec of what an indexer's kernel is compiled for, and the argument of
-//! every launch.
+//! Launch parameters of the choice of keys: the compile-time spec of an indexer's kernel, and the argument of every
+//! launch.
 
 use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, Untyped};
 use crate::args::{ChooseArgs, DevSlice, DevSliceMut};
@@ -41,7 +41,7 @@ impl IndexSpec {
     }
 }
 
-/// Words of a row's histograms: `kRowBins`.
+/// Words of a row's histograms; the device calls this number `kRowBins`.
 pub const ROW_BINS: u64 = (1 << 8) + 2 * (1 << 12);
 
 abi_struct! {
@@ -57,23 +57,23 @@ abi_struct! {
         pub k_scale: DevPtr<f32>,
         /// Pages of sequences.
         pub block_table: DevPtr<i32>,
-        /// Keys of sequences; null: `seqlen_k`.
+        /// Number of keys of each sequence; null if all have `seqlen_k`.
         pub seqused_k: DevPtr<i32>,
-        /// First candidates; null where `candidates` are no ranges.
+        /// First candidate of each row; null if `candidates` are not ranges.
         pub first: DevPtr<i32>,
-        /// One past the last candidates.
+        /// One past the last candidate of each row.
         pub end: DevPtr<i32>,
-        /// Scores of keys that are read: row `row_begin` first.
+        /// Scores of keys, as inputs; the first row is `row_begin`.
         pub key_scores: DevPtr<f32>,
-        /// Scores that are chosen among, of keys or of blocks: row `row_begin` first.
+        /// Scores of the keys or blocks to choose from; the first row is `row_begin`.
         pub scores: DevPtr<f32>,
-        /// Lists, `[rows, topk]`: row 0 first.
+        /// Lists, `[rows, topk]`; the first row is row 0.
         pub indices: DevPtr<i32>,
-        /// Histograms of rows that several groups share, `[rows of the launch, ROW_BINS]`.
+        /// Histograms of rows that several thread groups share, `[rows of the launch, ROW_BINS]`.
         pub bins: DevPtr<u32>,
-        /// Counts of the runs of keys of such rows, `[rows of the launch, parts, warps, 2]`.
+        /// Counts of keys in each run of such shared rows, `[rows of the launch, parts, warps, 2]`.
         pub runs: DevPtr<u32>,
-        /// Stride of k from a sequence or page to the next, elements.
+        /// Stride of k from one sequence or page to the next, in elements.
         pub k_outer: i64,
         /// Stride of k from a key to the next.
         pub k_key: i64,
@@ -83,7 +83,7 @@ abi_struct! {
         pub scale_key: i64,
         /// First row of the launch.
         pub row_begin: i32,
-        /// One past its last row.
+        /// One past the last row of the launch.
         pub row_end: i32,
         /// Queries of a sequence.
         pub seqlen_q: i32,
@@ -101,27 +101,27 @@ abi_struct! {
         pub candidates: i32,
         /// Entries of a list.
         pub topk: i32,
-        /// Keys of a block; 0: no blocks by their maxima.
+        /// Keys of a block; 0 if blocks are not scored by their maxima.
         pub block: i32,
-        /// Candidates that are in: the first so many.
+        /// Number of first candidates that are always chosen.
         pub forced_first: i32,
-        /// Candidates that are in: the last so many.
+        /// Number of last candidates that are always chosen.
         pub forced_last: i32,
-        /// Strides of a chosen block; 0: no blocks by sums.
+        /// Number of strides in a chosen block; 0 if blocks are not scored by sums.
         pub per_block: i32,
-        /// Strides of a compressed block.
+        /// Number of strides in a compressed block.
         pub per_compressed: i32,
-        /// Whether scores of what is no candidate are written, -inf.
+        /// Whether scores of keys that are no candidates are written as -inf.
         pub fills: i32,
-        /// Groups of threads to a row's list.
+        /// Number of thread groups that make one row's list.
         pub parts: i32,
         /// 0.
         pub reserved: i32,
     }
 }
 
-/// The argument of a choice's launches over all rows, whose scores lie at these addresses: of keys, and of what is
-/// chosen among. `args` have passed [`check_choose`](crate::args::check_choose).
+/// The argument of a choice's launches over all rows. The two addresses are those of the scores of keys, and of the
+/// scores of the keys or blocks to choose from. `args` have passed [`check_choose`](crate::args::check_choose).
 #[must_use]
 pub fn choose_params(
     problem: &ChooseProblem,
@@ -191,7 +191,7 @@ pub fn choose_params(
     }
 }
 
-/// `fmha/choose_params.h`: what this file shares with the device.
+/// `fmha/choose_params.h`: the types that this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
     let definitions = [IndexSpec::c_definition(), ChooseParams::c_definition()];

@@ -1,8 +1,8 @@
-//! A call's score and mask as code, as GPU kernels have them: the header `fmha/code.h` with the functions'
-//! text, and the words of a kernel's arguments with what they capture.
+//! A call's score and mask as code in the form for GPU kernels: the header `fmha/code.h` with the functions' text,
+//! and words in the kernel's arguments with their captures.
 //!
 //! The header depends on the functions' structure, on ranks and types of captures, and on which gradients are
-//! wanted; values, extents and addresses are words, so that other ones compile nothing.
+//! wanted; values, extents and addresses are words, so that changing them compiles nothing.
 
 use std::fmt::Write as _;
 
@@ -16,23 +16,23 @@ use crate::source::Header;
 /// The header's name.
 pub const CODE_H: &str = "fmha/code.h";
 
-/// The functions of a call, and the gradients that it wants of what they capture.
+/// The functions of a call, and the gradients that it computes for their captured tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct CodeSource<'a> {
     /// The functions.
     pub code: &'a Code,
-    /// Wanted gradients; none of a forward call.
+    /// The gradients to compute; empty for a forward call.
     pub gradients: &'a [CapturedGrad],
 }
 
 impl CodeSource<'_> {
-    /// The first word of captured tensor `at`: numbers come first.
+    /// Index of the first word of captured tensor `at`; the words of numbers come before all tensors.
     fn word_of_tensor(&self, at: usize) -> usize {
         let tensors = self.code.captured[..at].iter().map(words_of);
         self.code.numbers().len() + tensors.sum::<usize>()
     }
 
-    /// The first word of the gradients: where each is summed, then where it goes.
+    /// Index of the first word of the gradients: for each, where its sums lie and where it is written.
     fn word_of_gradients(&self) -> usize {
         self.word_of_tensor(self.code.captured.len())
     }
@@ -101,7 +101,7 @@ impl CodeSource<'_> {
         Header::rendered(CODE_H, text)
     }
 
-    /// Writes the places of a function's captures among the words.
+    /// Writes C++ text that maps each of a function's captures to its words.
     fn layout(&self, text: &mut String, function: &Function) {
         let (mut words, mut ranks, mut stored_as, mut gradients) = (vec![], vec![], vec![], vec![]);
         let numbers = self.code.numbers();
@@ -159,7 +159,7 @@ impl CodeSource<'_> {
         words
     }
 
-    /// Adds where each gradient is summed, in elements from the first sum, and where it goes.
+    /// Writes to the words, for each gradient, the offset of its sums in elements and the address of the result.
     pub fn add_gradients(&self, words: &mut [u64; CODE_WORDS], outputs: &[DevSliceMut<'_>]) {
         let (mut first, mut at) = (0, self.word_of_gradients());
         for (gradient, output) in self.gradients.iter().zip(outputs) {

@@ -1,7 +1,7 @@
 //! The fields of a compile-time struct by name: one list, from which they are parsed, printed, checked
 //! and tuned.
 //!
-//! [`abi_spec!`](crate::abi_spec) makes the list. A field that a user sets says what it takes:
+//! [`abi_spec!`](crate::abi_spec) makes the list. A field that a user may set lists its allowed values:
 //!
 //! ```
 //! # use fmha_core::{abi_spec, fields::{Fields, Takes}};
@@ -25,12 +25,12 @@
 
 use std::fmt::Write as _;
 
-/// A type of field, whose values have names.
+/// A field's type, whose values have names.
 pub trait FieldValue: Sized {
-    /// Names of all values, for a type that has few; empty for numbers.
+    /// Names of all values of a type with few values; empty for numbers.
     fn names() -> Vec<String>;
 
-    /// Value with that name.
+    /// The value that has this name.
     fn of_name(name: &str) -> Option<Self>;
 
     /// Name of the value.
@@ -69,7 +69,7 @@ impl FieldValue for i32 {
     }
 }
 
-/// Values that a field takes from a user, and those that tuning tries.
+/// Values that a user may set for a field, and values that tuning tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Takes {
     range: Range,
@@ -98,7 +98,7 @@ enum Tries {
 }
 
 impl Takes {
-    /// Takes every value of the field's type.
+    /// Allows every value of the field's type.
     #[must_use]
     pub const fn all() -> Self {
         Self { range: Range::All, tries: Tries::Nothing }
@@ -110,7 +110,7 @@ impl Takes {
         Self { range: Range::Nothing, tries: Tries::Nothing }
     }
 
-    /// Takes these numbers.
+    /// Allows these numbers.
     #[must_use]
     pub const fn among(numbers: &'static [i32]) -> Self {
         Self { range: Range::Among(numbers), tries: Tries::Nothing }
@@ -134,7 +134,7 @@ impl Takes {
         Self { tries: Tries::All, ..self }
     }
 
-    /// Lets tuning try these numbers.
+    /// Makes tuning try these numbers.
     #[must_use]
     pub const fn tuned_over(self, numbers: &'static [i32]) -> Self {
         Self { tries: Tries::These(numbers), ..self }
@@ -171,14 +171,14 @@ impl Takes {
 pub struct Field {
     /// Name of the field, in Rust, in C++ and for the user.
     pub name: &'static str,
-    /// Kind of value that the field takes.
+    /// The values that the field allows.
     pub takes: Takes,
-    /// [`FieldValue::names`] of its type.
+    /// [`FieldValue::names`] of the field's type.
     pub value_names: fn() -> Vec<String>,
 }
 
 impl Field {
-    /// The values that tuning tries, by name; empty for a field that it leaves alone.
+    /// The values that tuning tries, by name; empty if tuning leaves the field alone.
     #[must_use]
     pub fn tried(&self) -> Vec<String> {
         let numbers = |numbers: &[i32]| numbers.iter().map(i32::to_string).collect();
@@ -222,11 +222,11 @@ pub trait Fields {
     /// Sets one field from names.
     ///
     /// # Errors
-    /// A text that names the field, the value and what the field takes, or the fields that there are.
+    /// A text that names the field, the value and the allowed values, or that lists the existing fields.
     fn set_field(&mut self, name: &str, value: &str) -> Result<(), String>;
 }
 
-/// The words for a field that is none of these.
+/// The error text for a field name that the struct does not have.
 #[must_use]
 pub fn no_such_field(name: &str, value: &str, fields: &[Field]) -> String {
     let mut text = format!("{name}={value}: there is no such field (known: ");
@@ -288,15 +288,15 @@ mod tests {
             pub rows: i32 = Takes::among(&[64, 128, 192]).tuned(),
             /// A range with steps.
             pub keys: i32 = Takes::multiples(16, 16, 64).tuned(),
-            /// A range of which some are tried.
+            /// A range of which tuning tries some values.
             pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3]),
             /// Named values.
             pub order: Order = Takes::all().tuned(),
-            /// A flag that is not tuned.
+            /// A flag that tuning does not change.
             pub flag: bool,
             /// A number without bounds.
             pub number: i32,
-            /// A field that follows from the problem.
+            /// A field whose value follows from the problem.
             pub layout: VLayout = Takes::nothing(),
         }
     }

@@ -1,8 +1,9 @@
 //! Derived numbers that host and device share: functions written once in Rust, and rendered to C++.
 //!
-//! [`abi_functions!`](crate::abi_functions) takes functions of a small subset: `let`, `if`, `match` and `matches!` over
-//! enums, arithmetic, comparisons, fields, calls. A method becomes a function whose last argument is what it is called
-//! on, named in the macro; `as i32` falls away, and a constant `MOST_ROWS` is `kMostRows` there.
+//! [`abi_functions!`](crate::abi_functions) takes functions of a small subset: `let`, `if`, `match` and `matches!`
+//! over enums, arithmetic, comparisons, fields, calls. A method becomes a C++ function whose last argument is
+//! `self`, under the name that the macro gives; `as i32` is dropped, and a constant `MOST_ROWS` becomes
+//! `kMostRows`.
 //!
 //! ```
 //! # use fmha_core::{abi_functions, abi_spec};
@@ -31,7 +32,8 @@
 //! );
 //! ```
 
-/// Declares functions in Rust, and one that gives their C++ definitions: methods of a spec, or free functions.
+/// Declares functions in Rust, and a function that returns their C++ definitions. They are methods of a spec, or
+/// free functions.
 #[macro_export]
 macro_rules! abi_functions {
     ($(#[$list_meta:meta])* $list_vis:vis fn $list:ident() of $this:ident : $type:ident {
@@ -70,13 +72,13 @@ macro_rules! abi_functions {
     };
 }
 
-/// `a`, or the next multiple of `b` after it; `fmha/portable.h` has the same.
+/// Rounds `a` up to a multiple of `b`; `fmha/portable.h` has an equal function.
 #[must_use]
 pub const fn round_up(a: i32, b: i32) -> i32 {
     (a + b - 1) / b * b
 }
 
-/// The larger; `fmha/portable.h` has the same.
+/// The larger of two numbers; `fmha/portable.h` has an equal function.
 #[must_use]
 pub const fn max(a: i32, b: i32) -> i32 {
     if a < b { b } else { a }
@@ -85,7 +87,7 @@ pub const fn max(a: i32, b: i32) -> i32 {
 /// C++ definition of a function. `args` have names and Rust's types.
 ///
 /// # Panics
-/// On what the subset has not: the text of a crate is tested.
+/// On syntax outside the subset; tests render every function of a crate.
 #[doc(hidden)]
 #[must_use]
 pub fn definition(name: &str, args: &[(&str, &str)], out: &str, body: &str) -> String {
@@ -97,7 +99,7 @@ pub fn definition(name: &str, args: &[(&str, &str)], out: &str, body: &str) -> S
     format!("FMHA_DEVICE constexpr {} {name}({}) {{\n{body}}}\n", c_type(out), args.join(", "))
 }
 
-/// C++ of an expression of the subset; `own` is the name of `self`.
+/// C++ text of an expression of the subset; `own` replaces `self`.
 #[must_use]
 pub(crate) fn expression(text: &str, own: &str) -> String {
     let tokens = tokens(text);
@@ -131,11 +133,11 @@ fn tokens(text: &str) -> Vec<String> {
     tokens
 }
 
-/// Reads the tokens of a body and gives C++.
+/// Translates the tokens of a function body to C++.
 struct Reader<'a> {
     tokens: &'a [String],
     at: usize,
-    /// Name of what a method is called on.
+    /// The name to which `self` is renamed.
     own: &'a str,
 }
 
@@ -154,7 +156,7 @@ impl Reader<'_> {
         self.at += 1;
     }
 
-    /// Statements, and the value behind them.
+    /// Statements of a block, and the value after them.
     fn block(&mut self) -> String {
         let mut text = String::new();
         while self.peek() == "let" {
@@ -168,7 +170,7 @@ impl Reader<'_> {
         text + &format!("  return {value};\n")
     }
 
-    /// The value up to one of these signs, which stays.
+    /// Translates an expression up to one of these tokens, which is not consumed.
     fn value(&mut self, ends: &[&str]) -> String {
         let mut text = String::new();
         while !self.peek().is_empty() && !ends.contains(&self.peek()) {
@@ -182,7 +184,7 @@ impl Reader<'_> {
                     text += &format!("({})", self.value(&[")"]));
                     self.expect(")");
                 }
-                // A borrowed argument: C++ takes it by reference.
+                // A borrow `&` is dropped: C++ takes the argument by reference.
                 "&" => {}
                 "!" => text += "!",
                 "," => text = text.trim_end().to_owned() + ", ",
@@ -240,7 +242,7 @@ impl Reader<'_> {
         value
     }
 
-    /// Behind `if`: `condition ? one : other`.
+    /// Parses what follows `if`: `condition ? one : other`.
     fn choice(&mut self) -> String {
         let condition = self.value(&["{"]);
         let one = self.braced();
@@ -254,7 +256,7 @@ impl Reader<'_> {
         format!("{condition} ? {one} : {other}")
     }
 
-    /// Behind `match`: its last arm takes what is left.
+    /// Translates what follows `match`; the last arm becomes the default case.
     fn cases(&mut self) -> String {
         let of = self.value(&["{"]);
         self.expect("{");

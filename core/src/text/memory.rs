@@ -1,8 +1,9 @@
 //! Shared memory of a workgroup as one list of named parts: its bytes in Rust, and a C++ struct.
 //!
-//! [`abi_memory!`](crate::abi_memory) takes the list. A part has a C++ type, how often it is there (`[number]`), or
-//! when (`if condition`), in the subset of [`functions`](crate::functions), and its size. The C++ struct has the parts
-//! as members, in the list's order, and no others; an entry asserts that its size is Rust's.
+//! [`abi_memory!`](crate::abi_memory) takes the list. A part has a C++ type, optionally a count (`[number]`) or a
+//! condition (`if condition`), written in the subset of [`functions`](crate::functions), and its size. The C++
+//! struct has the parts as members, in the list's order, and no others; a kernel's entry asserts that its size
+//! equals Rust's.
 //!
 //! ```
 //! # use fmha_core::{abi_functions, abi_memory, abi_spec, memory::Size};
@@ -52,7 +53,7 @@ impl Size {
     /// A word of 32 bits.
     pub const WORD: Self = Self::words(1);
 
-    /// Bytes that lie at multiples of `align`.
+    /// A part of `bytes` bytes, aligned to `align`.
     #[must_use]
     pub const fn of(bytes: i32, align: i32) -> Self {
         Self { bytes: round_up(bytes, align), align }
@@ -70,13 +71,13 @@ impl Size {
         Self::of(bytes, 1024)
     }
 
-    /// The larger of two that lie in one place.
+    /// Size of a place that holds either of two parts: the larger size.
     #[must_use]
     pub const fn or(self, other: Self) -> Self {
         if self.bytes < other.bytes { other } else { self }
     }
 
-    /// End of `count` such parts that lie behind `end`.
+    /// End offset of `count` such parts that are placed after `end`.
     #[must_use]
     pub const fn behind(self, end: i32, count: i32) -> i32 {
         if count == 0 { end } else { round_up(end, self.align) + count * self.bytes }
@@ -120,7 +121,7 @@ macro_rules! abi_memory {
     (@text $text:expr) => { Some($text) };
 }
 
-/// A part as it is written in Rust.
+/// A part of the list as text from the Rust source.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Part<'a> {
@@ -131,8 +132,8 @@ pub struct Part<'a> {
     pub when: Option<&'a str>,
 }
 
-/// C++ definition of the struct, and of one for each part, which derives from those before it: a part that is absent
-/// takes no room. A chain, since NVRTC asks of a base that lies behind another one whether the object is null.
+/// C++ definition of the struct. Each part is a struct that derives from the one before, so an absent part takes no
+/// room. Single inheritance is used, because with several bases NVRTC emits null checks of the object.
 #[doc(hidden)]
 #[must_use]
 pub fn definition((name, heading): (&str, &str), own: &str, parts: &[Part<'_>]) -> String {
@@ -152,7 +153,7 @@ pub fn definition((name, heading): (&str, &str), own: &str, parts: &[Part<'_>]) 
         text += &format!(
             "{doc}template <class Before, class T{more}>\nstruct {this} : Before {{\n  T {member};\n}};\n{absent}"
         );
-        // Parentheses: a comparison would end the template's list.
+        // Parentheses are needed: a comparison with `>` would end the template argument list.
         let argument = match (part.count, part.when) {
             (Some(count), Some(when)) => {
                 format!(", ({} ? {} : 0)", expression(when, own), expression(count, own))

@@ -1,4 +1,4 @@
-//! Scales by blocks as kernels take them: an argument of its own, of those launches alone that have them.
+//! Scales by blocks as kernel parameters: an argument of its own, present only in launches with such scales.
 
 use crate::abi::{AbiStruct as _, View};
 use crate::abi_struct;
@@ -15,11 +15,11 @@ abi_struct! {
         pub q: View,
         /// K's scales.
         pub k: View,
-        /// V's scales, whose rows are blocks of keys.
+        /// V's scales; a row of the view is a block of keys.
         pub v: View,
-        /// `kMxfp8E4m3`, `kMxfp8E5m2` or `kNvfp4`.
+        /// Format of elements and scales: `kMxfp8E4m3`, `kMxfp8E5m2` or `kNvfp4`.
         pub format: i32,
-        /// Whether two keys of V share a byte, and not two neighbours in a row.
+        /// Whether the two elements of V in a byte belong to two keys, instead of being neighbours in a row.
         pub pairs_of_keys: i32,
     }
 }
@@ -33,7 +33,8 @@ pub(crate) fn code(format: BlockFormat) -> i32 {
     }
 }
 
-/// The argument of a call; `None` without scales by blocks. `args` have passed the check of their call.
+/// The kernel argument for a call's scales; `None` without scales by blocks. `args` have passed the check of their
+/// call.
 #[must_use]
 pub fn block_scale_params(problem: &FwdProblem, args: &ScoreArgs<'_>) -> Option<BlockScaleParams> {
     let scales = problem.block_scales?;
@@ -50,7 +51,7 @@ pub fn block_scale_params(problem: &FwdProblem, args: &ScoreArgs<'_>) -> Option<
     })
 }
 
-/// `fmha/block_scale_params.h`: what this file shares with the device.
+/// `fmha/block_scale_params.h`: the types that this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
     let names = [

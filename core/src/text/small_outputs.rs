@@ -1,4 +1,4 @@
-//! Small outputs as the launches that write them take them: an argument of its own, behind the forward's.
+//! Parameters of the launches that write small outputs: an argument after the forward kernel's.
 
 use crate::abi::{AbiStruct as _, DevPtr};
 use crate::abi_struct;
@@ -11,17 +11,17 @@ abi_struct! {
     pub struct SmallParams {
         /// Each row's greatest score, of LSE's shape; null when not wanted.
         pub row_max: DevPtr<f32>,
-        /// `[num_heads_q]`, the greatest of a head's; null when not wanted.
+        /// Greatest score of each head, `[num_heads_q]`; null if not wanted.
         pub head_max: DevPtr<f32>,
         /// `[batch, num_heads_q, seqlen_k]`, each key's sum of probabilities; null when not wanted.
         pub key_sum: DevPtr<f32>,
-        /// `[batch, num_heads_q, seqlen_q, 3]` in the workspace: a row's greatest score, the number from which its
-        /// exponentials are measured, and the inverse of their sum.
+        /// Statistics of each row in the workspace, `[batch, num_heads_q, seqlen_q, 3]`: its greatest score, the
+        /// number that is subtracted before exponentials, and the inverse of the sum of exponentials.
         pub rows: DevPtr<f32>,
     }
 }
 
-/// The argument of a call whose rows' numbers lie at an address.
+/// The kernel argument of a call whose rows' statistics lie at the address `rows`.
 #[must_use]
 pub fn small_params(args: &FwdArgs<'_>, rows: u64) -> SmallParams {
     let of = |slice: &Option<DevSliceMut<'_>>| {
@@ -35,7 +35,7 @@ pub fn small_params(args: &FwdArgs<'_>, rows: u64) -> SmallParams {
     }
 }
 
-/// Bytes of the rows' numbers; `None`: 2^62 or more.
+/// Bytes of the rows' statistics; `None` if 2^62 or more.
 #[must_use]
 pub fn rows_bytes(problem: &FwdProblem) -> Option<u64> {
     let dims = problem.dims;
@@ -43,7 +43,7 @@ pub fn rows_bytes(problem: &FwdProblem) -> Option<u64> {
     rows.checked_mul(12).filter(|&bytes| bytes < 1 << 62)
 }
 
-/// `fmha/small_params.h`: what this file shares with the device.
+/// `fmha/small_params.h`: the types that this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
     let definitions = [SmallParams::c_definition()];

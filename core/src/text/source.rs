@@ -36,8 +36,8 @@ impl Header {
         Self { name: Cow::Borrowed(name), text: Cow::Borrowed(text) }
     }
 
-    /// The headers of a crate's folder `fmha` and of the folders in it, by name. Cargo sees a new file when a file of
-    /// the folder changes, as the one that includes it does.
+    /// The headers in a crate's folder `fmha` and its subfolders, by name. Cargo rebuilds for a new file only if a
+    /// listed file of its folder changes too, such as the one that includes it.
     #[must_use]
     pub fn all_of(folder: &'static Dir<'static>) -> Vec<Self> {
         let below = folder.dirs().flat_map(Self::all_of);
@@ -48,7 +48,7 @@ impl Header {
         own.chain(below).collect()
     }
 
-    /// A header of definitions that Rust declares, in a namespace, behind these includes.
+    /// A header with definitions that Rust declares, in a namespace, after these includes.
     #[must_use]
     pub fn shared(name: &'static str, namespace: &str, includes: &[&str], definitions: &[String]) -> Self {
         let includes: String = includes.iter().map(|include| format!("#include <{include}>\n")).collect();
@@ -68,24 +68,25 @@ impl Header {
 
 /// Source text from which one kernel is compiled.
 ///
-/// The entry spells out all that decides the rest: the kernel, its spec and its tile. So a device that has loaded the
-/// kernel of an entry finds it by that text, and its headers, some 200 KB to render and to hash, are gathered only
-/// where a kernel is looked for in a bundle, on the disk or by the compiler.
+/// The entry contains the kernel's name, its spec and its tile, which decide everything else. A device finds a
+/// loaded kernel by its entry alone. The headers, some 200 KB to render and to hash, are rendered only to search
+/// for a kernel in a bundle, on disk, or to compile it.
 #[derive(Clone)]
 pub struct KernelSource {
     /// The translation unit; defines one `extern "C"` kernel named [`ENTRY`].
     pub entry: String,
-    /// Everything it includes, directly or not, and nothing else: these are part of the kernel's key.
+    /// The headers that the entry includes, directly or not, and no others: they are part of the kernel's key.
     headers: OnceLock<Vec<Header>>,
     /// Function that renders all headers, called when one is first needed.
     all: Arc<dyn Fn() -> Vec<Header> + Send + Sync>,
-    /// Whether the text asks no function of a call.
+    /// Whether the kernel evaluates no score or mask as code.
     asks_none: bool,
 }
 
 impl KernelSource {
-    /// A translation unit with those of `all` that it reaches by `#include`, in their order; `all` are made when
-    /// somebody asks for them. An include behind `#if` counts: which branch is taken is the compiler's to know.
+    /// A translation unit with the headers of `all` that it includes, directly or not, in their order. `all` is
+    /// called when the headers are first needed. An include inside `#if` counts too, since the conditions are not
+    /// evaluated here.
     ///
     /// Two sources of one entry must have the same headers.
     #[must_use]
@@ -93,20 +94,20 @@ impl KernelSource {
         Self { entry, headers: OnceLock::new(), all: Arc::new(all), asks_none: false }
     }
 
-    /// A translation unit with these headers, whether it reaches them or not.
+    /// A translation unit with exactly these headers, whether it includes them or not.
     #[must_use]
     pub fn with(entry: String, headers: Vec<Header>) -> Self {
         Self { entry, headers: headers.into(), all: Arc::new(Vec::new), asks_none: false }
     }
 
-    /// The translation unit of a kernel that asks no function, though its headers could: calls with all functions share
-    /// what is compiled of it.
+    /// Marks a kernel that evaluates no score or mask as code, although its headers mention them: its compiled form
+    /// serves calls with any functions.
     #[must_use]
     pub fn without_code(self) -> Self {
         Self { asks_none: true, ..self }
     }
 
-    /// The translation unit over a call's functions; the same one where it reaches none.
+    /// The translation unit with a call's functions in place; unchanged if it does not include them.
     #[must_use]
     pub fn with_code(self, code: &CodeSource<'_>) -> Self {
         if self.asks_none || !self.headers().iter().any(|header| header.name == CODE_H) {
@@ -152,7 +153,7 @@ impl fmt::Debug for KernelSource {
     }
 }
 
-/// Those of `headers` that `entry` reaches by `#include`, in their order.
+/// Those of `headers` that `entry` includes, directly or not, in their order.
 fn reached(entry: &str, mut headers: Vec<Header>) -> Vec<Header> {
     let mut reached = vec![false; headers.len()];
     let mut unread = vec![entry];
@@ -192,7 +193,7 @@ pub fn headers() -> Vec<Header> {
     static FOLDER: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/device/fmha");
     let mut headers = Header::all_of(&FOLDER);
     headers.push(expr_h());
-    // The header of a call without functions; `KernelSource::with_code` puts another in its place.
+    // The header of a call without functions; `KernelSource::with_code` replaces it.
     headers.push(CodeSource { code: &Code::default(), gradients: &[] }.header());
     headers.extend([params_h(), spec_h()]);
     headers
@@ -319,8 +320,8 @@ mod tests {
         assert!(names(KernelSource::new("includes nothing".to_owned(), all)).is_empty());
     }
 
-    /// Holds too for the headers that a recipe adds. A vendor brings the lanes of `fmha/simt`, and what GPUs share
-    /// the lists of tiles.
+    /// Every include of a shared header is itself a shared header, also in headers that a recipe adds. Exceptions:
+    /// a vendor provides the lanes of `fmha/simt`, and GPU backends share the lists of tiles.
     #[test]
     fn every_include_of_a_shared_header_is_a_shared_header() {
         let mut headers = headers();

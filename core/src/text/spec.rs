@@ -1,4 +1,4 @@
-//! Facts of a problem for which a kernel is compiled: those that change instructions or registers.
+//! Compile-time facts of a problem: those that change a kernel's instructions or registers.
 
 use crate::abi_enum;
 use crate::abi_spec;
@@ -11,7 +11,7 @@ use crate::mask::MaskKind;
 use crate::problem::{Code, FwdProblem};
 use crate::score::Bias;
 
-/// How K and V lie in memory: [`KvLayout`] without its numbers.
+/// Kind of layout of K and V: [`KvLayout`] without its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvKind {
     /// Equal extents, a batch axis.
@@ -74,8 +74,8 @@ abi_enum!(Merge { ByLse, Sum, AddTo });
 abi_enum!(BiasKind { None, Elementwise, Alibi });
 
 abi_spec! {
-    /// Facts for which a forward kernel is compiled. Numbers (lengths, strides, scale, bounds) are in
-    /// [`FwdParams`](crate::abi::FwdParams); how it computes is a kernel's own tile.
+    /// Compile-time facts of a forward kernel. Run-time numbers (lengths, strides, scale, bounds) are in
+    /// [`FwdParams`](crate::abi::FwdParams); each kernel's tile has its tuning parameters.
     pub struct FwdSpec {
         /// Q and K.
         pub dtype_qk: DType,
@@ -89,15 +89,15 @@ abi_spec! {
         pub head_dim_qk: i32,
         /// Elements of a value's or output's row.
         pub head_dim_v: i32,
-        /// How Q and O lie.
+        /// Layout of Q and O.
         pub q_layout: QLayout,
-        /// How K and V lie.
+        /// Layout of K and V.
         pub kv_layout: KvKind,
         /// Which axis of V has stride 1.
         pub v_layout: VLayout,
-        /// Which bounds are live.
+        /// Which bounds the mask has.
         pub mask: MaskKind,
-        /// Whether some leading keys stay visible below the band.
+        /// Whether some leading keys stay visible below the band's lower bound.
         pub sink_columns: bool,
         /// Kind of bias that is added to a score.
         pub bias: BiasKind,
@@ -109,8 +109,8 @@ abi_spec! {
         pub sink: bool,
         /// Whether probabilities are dropped.
         pub dropout: bool,
-        /// Whether `softmax_scale` is below 0: a kernel that takes its maximum before it scales must
-        /// then take it over `-S`.
+        /// Whether `softmax_scale` is negative: a kernel that takes the maximum before scaling must then take that
+        /// of `-S`.
         pub negative_scale: bool,
         /// Whether LSE is written.
         pub write_lse: bool,
@@ -153,7 +153,7 @@ impl FwdSpec {
         }
     }
 
-    /// The spec of a plain call of one type: the short way to write an example or a test.
+    /// The spec of a plain call with one type, for examples and tests.
     #[must_use]
     pub const fn plain(dtype: DType, head_dim: i32, mask: MaskKind) -> Self {
         Self {
@@ -180,7 +180,7 @@ impl FwdSpec {
     }
 }
 
-/// A spec within another spec: its own fields are set, not it.
+/// A spec inside another spec is set by its own fields, not as a whole.
 impl FieldValue for FwdSpec {
     fn names() -> Vec<String> {
         Vec::new()
@@ -200,13 +200,13 @@ impl FieldValue for FwdSpec {
 }
 
 abi_spec! {
-    /// Facts for which a backward kernel is compiled. Numbers are in [`BwdParams`](crate::abi::BwdParams).
+    /// Compile-time facts of a backward kernel. Run-time numbers are in [`BwdParams`](crate::abi::BwdParams).
     pub struct BwdSpec {
-        /// The forward call. Its outputs are of no interest to a backward kernel and have fixed values here.
+        /// The forward call. A backward kernel ignores its outputs, so their fields have fixed values here.
         pub fwd: FwdSpec,
-        /// dQ, dK and dV.
+        /// Type of dQ, dK and dV.
         pub dtype_grad: DType,
-        /// dBias; F32 when it is not wanted.
+        /// Type of dBias; F32 if it is not wanted.
         pub dtype_dbias: DType,
         /// Whether the bias' gradient is written.
         pub write_dbias: bool,
@@ -216,13 +216,13 @@ abi_spec! {
         pub write_dcaptured: bool,
         /// Whether there is a gradient of LSE.
         pub has_dlse: bool,
-        /// Whether sums have one order.
+        /// Whether sums have a fixed order.
         pub deterministic: bool,
     }
 }
 
 impl BwdSpec {
-    /// The compile-time facts of a problem; the order of sums is the plan's, and here any.
+    /// The compile-time facts of a problem, without a fixed order of sums: the plan sets that.
     #[must_use]
     pub fn of(problem: &BwdProblem) -> Self {
         let fwd = FwdSpec { write_lse: true, write_keep_mask: false, ..FwdSpec::of(&problem.fwd) };
@@ -255,7 +255,7 @@ impl BwdSpec {
 }
 
 abi_spec! {
-    /// Facts for which a combine kernel is compiled.
+    /// Compile-time facts of a combine kernel.
     pub struct CombineSpec {
         /// The parts' O.
         pub dtype_part: DType,
@@ -263,7 +263,7 @@ abi_spec! {
         pub dtype_o: DType,
         /// Elements of a row.
         pub head_dim_v: i32,
-        /// How parts become one.
+        /// Way in which parts are merged.
         pub merge: Merge,
     }
 }
@@ -319,7 +319,8 @@ mod tests {
         assert_eq!([None, Some(0.5), Some(0.0), Some(-0.5)].map(negative), [false, false, false, true]);
     }
 
-    /// One backward kernel serves forward calls of either kind, so their specs are equal here.
+    /// Backward specs are equal for forward calls with different outputs, since one backward kernel serves them
+    /// all.
     #[test]
     fn what_a_forward_call_writes_is_alike_in_every_backward_spec() {
         let spec = |write_lse, write_keep_mask| {

@@ -1,25 +1,24 @@
-//! Calls back to back by the device's clock.
+//! Time of a call, from a burst of equal calls that run back to back, by the device's clock.
 
 use crate::device::{Device, Recording, Stream};
 use crate::error::{Error, Result};
 
-/// Seconds of work in a burst: a hundred times what the clock's half microsecond blurs, and too short for
-/// a device that is limited by power to change its clock.
+/// Seconds of work in a burst: long against the half microsecond of the clock's error, and too short for a
+/// power-limited device to change its frequency.
 const BURST_SECONDS: f64 = 2e-3;
-/// A graph of more nodes takes longer to make than it saves.
+/// Most calls in a recording: a larger graph takes longer to make than it saves.
 const MOST_CALLS: u32 = 200;
 /// Fewer would time how a launch begins.
 const FEWEST_CALLS: u32 = 4;
 
-/// A recorded sequence of equal calls, long enough that one launch of the recording is a burst: the host has
-/// no part in the time between its calls.
+/// A recording of equal calls, one launch of which is a burst: the host plays no part between its calls.
 pub struct Burst {
     recording: Recording,
     calls: u32,
 }
 
 impl Burst {
-    /// Records what `queue` puts on `stream`, which has a clock behind it.
+    /// Records the calls that `queue` puts on `stream`, a stream of a device with a clock.
     ///
     /// # Errors
     /// [`Error::NoDevice`] for an emulated device, whose seconds are the emulator's; what `queue` or the
@@ -28,7 +27,7 @@ impl Burst {
         if !stream.device().has_clock() {
             return Err(no_clock(stream.device()));
         }
-        // The first call may load data that the second finds in a cache.
+        // The first call runs before the timed one, since it may fill caches.
         queue()?;
         let once = stream.seconds(&mut *queue)?;
         let calls = (BURST_SECONDS / once.max(1e-9)).ceil() as u32;
@@ -37,7 +36,7 @@ impl Burst {
         Ok(Self { recording, calls })
     }
 
-    /// Seconds of a call.
+    /// Seconds of one call, as the mean of a burst.
     ///
     /// # Safety
     /// The memory that the recorded calls named is still there, and nothing else uses it meanwhile.
@@ -52,10 +51,10 @@ impl Burst {
     }
 }
 
-/// A stream of a device whose time can be taken.
+/// A stream of a device with a clock.
 ///
 /// # Errors
-/// [`Error::NoDevice`] where there is no device, or an emulated one, whose times are no device's.
+/// [`Error::NoDevice`] if there is no device, or an emulated one, whose times mean nothing.
 pub fn clock(device: &Device) -> Result<Stream> {
     if device.has_clock() { device.stream() } else { Err(no_clock(device)) }
 }
@@ -72,7 +71,7 @@ mod tests {
     use super::*;
     use crate::toy::Toy;
 
-    /// The burst of calls that take so long, and how often a call was queued for it.
+    /// Makes a burst of calls that take `seconds` each, and returns how many calls were queued for it.
     fn burst(has_clock: bool, seconds: f64) -> (Result<Burst>, u32) {
         let mut queued = 0;
         let mut queue = || {
@@ -86,7 +85,8 @@ mod tests {
 
     #[test]
     fn a_burst_has_as_many_calls_as_fill_it_within_bounds() {
-        // 2 ms of 0.3 ms each; two calls go before: one that loads, one that is timed.
+        // A burst of 2 ms has seven calls of 0.3 ms; two more calls run before: one that fills caches, one that is
+        // timed.
         for (seconds, calls) in [(3e-4, 7), (1.0, FEWEST_CALLS), (0.0, MOST_CALLS)] {
             let (burst, queued) = burst(true, seconds);
             let burst = burst.unwrap();

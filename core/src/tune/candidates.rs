@@ -1,15 +1,15 @@
-//! Ways to compute one call, each with what a model says of it: tables and models choose by the same rule.
+//! Ways to compute one call, each with its modelled time. Tables and cost models choose by one rule.
 
 /// One way to compute a call, with its modelled time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate<T> {
-    /// Candidate for the choice.
+    /// The way to compute, such as a tile.
     pub choice: T,
-    /// Microseconds of the candidate by the model. They rank candidates of one list; no device is involved.
+    /// Modelled microseconds of the candidate. They only rank the candidates of one list; nothing was measured.
     pub micros: f64,
 }
 
-/// The ways to compute a call that a model has prices of; the first is the table's.
+/// The ways to compute a call, with modelled times; the first is the table's choice.
 ///
 /// ```
 /// use fmha_core::tune::Candidates;
@@ -29,13 +29,13 @@ impl<T> Default for Candidates<T> {
 }
 
 impl<T> Candidates<T> {
-    /// Choices with their microseconds, the table's first.
+    /// Makes a list of choices with their microseconds, the table's choice first.
     pub fn of(priced: impl IntoIterator<Item = (T, f64)>) -> Self {
         Self(priced.into_iter().map(|(choice, micros)| Candidate { choice, micros }).collect())
     }
 
-    /// The cheapest: another than the first only where the model has that slower by more than a share of
-    /// `least_gain`, which is the model's own error. `None` of an empty list.
+    /// The fastest candidate by the model. The first candidate is kept unless the model rates it slower than the
+    /// fastest by more than the share `least_gain`, which is the model's own error. `None` for an empty list.
     #[must_use]
     pub fn cheapest(&self, least_gain: f64) -> Option<&Candidate<T>> {
         let first = self.0.first()?;
@@ -54,7 +54,7 @@ impl<T> Candidates<T> {
         self.0.iter()
     }
 
-    /// Text for a plan: each candidate with its microseconds, three digits of them.
+    /// Text for a plan: each candidate with its microseconds to three digits.
     #[must_use]
     pub fn words(&self, name: impl Fn(&T) -> String) -> String {
         let micros = |micros: f64| {

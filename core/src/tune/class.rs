@@ -10,20 +10,20 @@ use crate::problem::FwdProblem;
 use crate::score::Bias;
 use crate::spec::{BwdSpec, FwdSpec};
 
-/// Problems that one tile serves: they compile to the same code, have equal GQA ratios and similar strides,
-/// and their lengths, heads and batch have equal powers of two.
+/// A class of problems that share one tile: they compile to the same code, have equal GQA ratios and similar
+/// strides, and their lengths, heads and batch round to equal powers of two.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TileClass {
     operation: Operation,
     facts: String,
 }
 
-/// A tensor, as far as its strides matter.
+/// A tensor, reduced to the properties by which its strides matter.
 type Tensor = (&'static str, Strides, Shape, DType);
 
 impl TileClass {
-    /// The class of a forward problem. A problem over a quantised cache has the class of its 16-bit twin, whose tile it
-    /// has.
+    /// The class of a forward problem. A problem over a quantised cache has the class of its 16-bit equivalent,
+    /// whose tile it uses.
     #[must_use]
     pub fn of_fwd(problem: &FwdProblem) -> Self {
         let wide = problem.over_wide_cache();
@@ -31,7 +31,7 @@ impl TileClass {
         Self::new(Operation::Forward, &FwdSpec::of(problem), problem, fwd_tensors(problem))
     }
 
-    /// Class of a backward problem that is compiled as `spec`, which says whether sums have a fixed order.
+    /// Class of a backward problem compiled as `spec`, which tells whether sums have a fixed order.
     #[must_use]
     pub fn of_bwd(problem: &BwdProblem, spec: &BwdSpec) -> Self {
         let fwd = &problem.fwd;
@@ -61,17 +61,17 @@ impl TileClass {
             power(dims.batch),
             strides.collect::<Vec<_>>().join(" ")
         );
-        // Broadcast of the bias: how many heads and sequences read one matrix, and add to its gradient.
+        // Broadcast axes of the bias decide how many heads and sequences read one matrix, and add to one gradient.
         if let Bias::Elementwise(bias) = problem.score.bias {
             facts += &format!(" bias {:?}", bias.broadcast);
         }
-        // Which masks as data there are: kernels have other tiles under them.
+        // Which masks as data the problem has: kernels use other tiles with masks.
         let masks = &problem.masks;
         if !masks.is_empty() {
             let there = [masks.intervals.is_some(), masks.bits.is_some(), masks.block_lists.is_some()];
             facts += &format!(" masks {there:?}");
         }
-        // How many keys a query lists, and how many it has of a second cache.
+        // How many keys a query lists, and how many keys the second cache has.
         if problem.walks_lists() {
             let second = problem.second.map(|second| (second.layout, second.lists.is_some()));
             facts += &format!(" walks {} second {second:?}", power(problem.most_walked_keys()));
@@ -101,9 +101,9 @@ fn fwd_tensors(problem: &FwdProblem) -> Vec<Tensor> {
     tensors
 }
 
-/// Properties of a tensor's strides that matter to a kernel: the bytes, 16 at most, that divide each of them
-/// (which decides how it can be copied), whether heads or rows lie next to each other, and whether an axis is
-/// broadcast.
+/// Properties of a tensor's strides that matter to a kernel: the power of two, 16 bytes at most, that divides each
+/// stride (which decides how the tensor can be copied), whether heads or rows lie next to each other, and whether
+/// an axis is broadcast.
 fn stride_class((_, strides, shape, dtype): Tensor) -> String {
     let size = dtype.size_bytes().cast_signed();
     let axes = [
@@ -112,7 +112,7 @@ fn stride_class((_, strides, shape, dtype): Tensor) -> String {
         (strides.head, shape.head),
         (strides.dim, shape.dim),
     ];
-    // Along the axis of stride 1 a kernel reads on.
+    // An axis of stride 1 is contiguous within a row, so it does not count.
     let counts = axes.into_iter().filter(|&(stride, extent)| extent > 1 && stride != 1);
     let counts: Vec<i64> = counts.map(|(stride, _)| stride.saturating_mul(size)).collect();
     let divides = |bytes: &i64| counts.iter().all(|stride| stride % bytes == 0);
@@ -170,7 +170,7 @@ mod tests {
         let class = |strides, shape| stride_class(("q", strides, shape, DType::F16));
         assert_eq!(class(Strides::bshd(shape), shape), "16-heads");
         assert_eq!(class(Strides::bhsd(shape), shape), "16-rows");
-        // Strides of axes of one element, which nothing uses, and the order of no two axes.
+        // Strides of axes with one element are unused, and the order of two equal axes does not matter.
         let one = |shape| class(Strides { batch: 240, seq: 8, head: 3, dim: 1 }, shape);
         assert_eq!((one(Shape { head: 1, ..shape }), one(shape)), ("16".to_owned(), "2-heads".to_owned()));
         assert_eq!(one(Shape { seq: 1, ..shape }), "2");
@@ -183,9 +183,9 @@ mod tests {
         let class = of_fwd(|_| ());
         let same: [fn(&mut FwdProblem); 4] = [
             |p| p.score.softmax_scale = Some(0.3),
-            // Quantised, which has the tile of 16 bits.
+            // A quantised cache has the tile of the 16-bit one.
             |p| p.cache.dtype = Some(DType::E4m3Fn),
-            // Longer, and as long a batch as before.
+            // A longer sequence and batch that round to the same powers of two.
             |p| *p = FwdProblem::batch(DType::F16, Dims { seqlen_q: 5000, batch: 3, ..DIMS }),
             // Gaps between rows that 16 bytes divide.
             |p| p.strides.k.seq += 8,
@@ -196,7 +196,7 @@ mod tests {
         let others: [fn(&mut FwdProblem); 8] = [
             |p| *p = FwdProblem::batch(DType::F16, Dims { seqlen_q: 2048, ..DIMS }),
             |p| p.write_lse = !p.write_lse,
-            // Ratio 2, which has the same power of two as 3.
+            // A ratio of 2, which rounds to the same power of two as 3.
             |p| *p = FwdProblem::batch(DType::F16, Dims { num_heads_kv: 6, ..DIMS }),
             |p| p.strides.k.seq += 1,
             |p| p.strides.o.seq += 4,
@@ -244,7 +244,7 @@ mod tests {
         let problem = BwdProblem::new(base());
         let in_order = BwdSpec { deterministic: true, ..BwdSpec::of(&problem) };
         others.extend([class.clone(), TileClass::of_bwd(&problem, &in_order), of_fwd(|_| ())]);
-        // A bias in each way to share it out, and then its gradient.
+        // A bias with each kind of broadcast, and then its gradient.
         for broadcast in BiasBroadcast::ALL {
             for gradient in [None, Some(DType::F16), Some(DType::F32)] {
                 others.push(of_bwd(|p| {

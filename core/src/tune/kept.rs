@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::records::{TUNE, record};
 use crate::source::{Header, KernelSource};
 
-/// A kernel whose tiles are kept.
+/// A kernel whose measured tiles are stored.
 #[derive(Clone, Copy, Debug)]
 pub struct TunedKernel<'a> {
     /// Name under which the kernel's tiles are stored: `sm90-bwd`.
@@ -26,7 +26,7 @@ pub struct TunedTiles {
     /// Folder of the file, if any.
     folder: Option<PathBuf>,
     device: String,
-    /// The hash of each kernel's text: what was measured of another says nothing.
+    /// Hash of each kernel's text: a tile measured with another text is not used.
     texts: BTreeMap<String, String>,
     tiles: BTreeMap<String, Kept>,
 }
@@ -34,7 +34,7 @@ pub struct TunedTiles {
 /// Contents of the file.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Contents {
-    /// Device, and everything else of it that a tile depends on.
+    /// Device name, and other properties of it on which a tile depends.
     device: String,
     tiles: BTreeMap<String, Kept>,
 }
@@ -78,17 +78,17 @@ impl TunedTiles {
         Self { folder, device: device.to_owned(), texts, tiles }
     }
 
-    /// The tile that was kept for a class of problems, of the kernel of that [label](TunedKernel::label).
+    /// The stored tile for a class of problems, for the kernel with this [label](TunedKernel::label).
     #[must_use]
     pub fn get(&self, label: &str, class: &TileClass) -> Option<&TunedTile> {
         self.tiles.get(&class.key(label)).map(|kept| &kept.tile)
     }
 
-    /// Keeps a tile for a class of problems, together with tiles that others have stored meanwhile. Returns
-    /// the file. The loaded table does not change; the next [`load`](Self::load) finds the tile.
+    /// Stores a tile for a class of problems, and keeps tiles that other processes have stored meanwhile. Returns
+    /// the file's path. The loaded table does not change; the next [`load`](Self::load) finds the tile.
     ///
     /// # Errors
-    /// What the system said, or that there is no cache folder.
+    /// [`Error::System`] with what the system said, or that there is no cache folder.
     pub fn keep(&self, label: &str, class: &TileClass, tile: TunedTile) -> Result<PathBuf> {
         let folder = self.folder.as_deref().ok_or_else(|| Error::System {
             what: "tiles".to_owned(),
@@ -122,7 +122,8 @@ fn read(path: &Path, device: &str) -> BTreeMap<String, Kept> {
     contents.filter(|contents| contents.device == device).unwrap_or_default().tiles
 }
 
-/// Unlocks when dropped. The lock file stays: a lock on a file that is replaced locks nothing.
+/// Takes the lock for writing; the returned file unlocks when dropped. The lock file is never replaced: a lock on a
+/// replaced file would lock nothing.
 fn lock(path: &Path, patience: Patience) -> std::io::Result<FileLock> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;

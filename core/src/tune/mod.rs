@@ -38,14 +38,13 @@ pub struct TunedTile {
 
 /// A backend whose tiles can be measured.
 ///
-/// A backward call with `deterministic` is another problem than one without: it has other tiles. No other
-/// option of a plan matters here.
+/// A backward call with `deterministic` has other tiles than one without. No other plan option affects tiles.
 pub trait Tune: Sync {
-    /// Kernel's own choice of a tile for the problem, with every tile field spelt out. The kernel is the one
-    /// that the options name, or the best that takes the problem.
+    /// Kernel's own choice of a tile for the problem, with every tile field spelt out. The kernel is the one that
+    /// the options name, or the best that supports the problem.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) where no kernel with a tile takes the problem.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) if no kernel with a tile supports the problem.
     fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions>;
 
     /// Tunable fields of the tile with their values, in the order to try them. Not all combinations fit.
@@ -58,7 +57,8 @@ pub trait Tune: Sync {
         options: &PlanOptions,
     ) -> Result<Vec<(&'static str, Vec<String>)>>;
 
-    /// Microseconds of a call with a tile, by the kernel's model, where it has one: what is worth measuring first.
+    /// Microseconds of a call with a tile by the kernel's cost model, if it has one. Tuning measures the fastest by
+    /// model first.
     fn modelled_micros(
         &self,
         _problem: AnyProblem<'_>,
@@ -68,10 +68,10 @@ pub trait Tune: Sync {
         None
     }
 
-    /// Keeps a tile for this device; returns where.
+    /// Stores a tile for this device; returns the file's path.
     ///
     /// # Errors
-    /// What the system said; [`Error::NoDevice`](crate::Error::NoDevice) for an emulated device, whose
-    /// times are no device's; [`Error::Unsupported`](crate::Error::Unsupported) for an operation without tiles.
+    /// What the system said; [`Error::NoDevice`](crate::Error::NoDevice) for an emulated device, whose times mean
+    /// nothing; [`Error::Unsupported`](crate::Error::Unsupported) for an operation without tiles.
     fn keep(&self, problem: AnyProblem<'_>, options: &PlanOptions, tile: TunedTile) -> Result<PathBuf>;
 }

@@ -1,21 +1,21 @@
-//! Comparison of two tiles: which is faster, and by more than chance, from bursts that alternate.
+//! Comparison of two tiles by alternating bursts: which is faster, and whether the difference exceeds the noise.
 
 use super::TileOptions;
 use crate::records::{Listed, TUNE, record};
 
 /// Times the tiles of one problem.
 pub trait Timer {
-    /// A tile that was planned, compiled, and found right.
+    /// A tile that was planned and compiled, and whose results were checked.
     type Ready;
 
-    /// Gets the next tiles in their order, as long as none of them beats the best one so far. Compiling them
-    /// in the meantime makes them ready when they are needed.
+    /// Announces the next tiles to be tried, in order, unless one of them beats the best tile so far. A timer may
+    /// compile them ahead.
     fn coming(&mut self, _tiles: Vec<TileOptions>) {}
 
     /// Makes a tile ready.
     ///
     /// # Errors
-    /// Why it cannot be timed: fields that do not go together are refused by the plan or the compiler.
+    /// Why it cannot be timed: the plan or the compiler refuses incompatible fields.
     fn ready(&mut self, tile: &TileOptions) -> Result<Self::Ready, String>;
 
     /// Seconds of a call, in a burst of them.
@@ -24,7 +24,7 @@ pub trait Timer {
     /// What the device said.
     fn burst(&mut self, ready: &Self::Ready) -> Result<f64, String>;
 
-    /// Whether another tile may start; called before each one.
+    /// Whether the search may begin another tile; called before each one.
     fn goes_on(&self) -> bool {
         true
     }
@@ -33,13 +33,13 @@ pub trait Timer {
 /// One change of a tile: a field's name and its value.
 pub type Change = (&'static str, String);
 
-/// A change that the model has slower than the kernel's own tile by more than this is not tried: more than
-/// the model's error.
+/// Ratio of modelled times to the kernel's own tile above which a change is not tried; it exceeds the model's
+/// error.
 const HOPELESS_BY_MODEL: f64 = 1.3;
 
-/// Every value of every field as a change of a tile, what the model has fastest first and the others in the
-/// order of the fields; and how many were left out as hopeless. `micros`: the model's, of the own tile
-/// (`None`) or of one changed; its `None` is as good as the own.
+/// Every value of every field as a change of a tile, sorted by modelled time; changes without one follow in the
+/// order of the fields. The second result is the number of changes left out as hopeless. `micros` is the model's
+/// time of the own tile (`None`) or of a changed one; where it gives none, the time counts as the own tile's.
 pub fn by_model(
     knobs: &[(&'static str, Vec<String>)],
     micros: impl Fn(Option<&Change>) -> Option<f64>,
@@ -61,13 +61,13 @@ pub fn by_model(
             }
         }
     }
-    // Stable: equals keep the order of the fields.
+    // The sort is stable, so equal times keep the order of the fields.
     changes.sort_by(|a, b| a.0.total_cmp(&b.0));
     (changes.into_iter().map(|(_, change)| change).collect(), left_out)
 }
 
-/// Two tiles' bursts: one of each in every round, and every other round the second one first, so that a
-/// clock that drifts favours neither.
+/// Times of two tiles, one burst each in every round. Every other round runs the second tile first, so that a
+/// drifting clock favours neither.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct InTurns {
     /// Seconds of a call with the tile to beat.
@@ -76,10 +76,10 @@ pub struct InTurns {
     pub challenger: Vec<f64>,
 }
 
-/// Less than this is not worth a tile of its own, however sure it is.
+/// Least gain worth storing a tile for, even if it is certain.
 pub const LEAST_GAIN: f64 = 0.005;
 
-/// A challenger that is slower by this share in each of its first rounds is given up.
+/// Gain below which a challenger is given up, if each of its first rounds is that bad.
 const HOPELESS: f64 = -0.03;
 const GLANCE_ROUNDS: usize = 2;
 
@@ -95,7 +95,7 @@ impl InTurns {
         rounds: u32,
     ) -> Result<Self, String> {
         let mut measured = Self::default();
-        // A burst leaves caches and clocks as the rounds do.
+        // A first burst brings caches and clocks into the state of later rounds.
         timer.burst(incumbent)?;
         timer.burst(challenger)?;
         for round in 0..rounds {
@@ -122,13 +122,13 @@ impl InTurns {
         gains
     }
 
-    /// The rounds' median gain: 0.02 where the challenger takes 1/1.02 of the time.
+    /// The median gain of the rounds: 0.02 if the challenger takes 1/1.02 of the time.
     #[must_use]
     pub fn gain(&self) -> f64 {
         quantile(&self.gains(), 0.5)
     }
 
-    /// Spread of the rounds' gains: from the first quartile to the third.
+    /// Spread of the rounds' gains: third quartile less first quartile.
     #[must_use]
     pub fn spread(&self) -> f64 {
         let gains = self.gains();
@@ -163,37 +163,37 @@ fn quantile(sorted: &[f64], part: f64) -> f64 {
     }
 }
 
-/// A tile and what came of it against the best one before it.
+/// A tile that was tried, and its comparison with the best tile before it.
 #[derive(Clone, Debug)]
 pub struct Tried {
     /// The field that was changed: `block_n=128`.
     pub changed: String,
-    /// Rounds of the measurement, or why there are none.
+    /// Rounds of the measurement, or the reason why there are none.
     pub outcome: Result<InTurns, String>,
 }
 
 /// Result of a search.
 #[derive(Clone, Debug)]
 pub struct Found {
-    /// The best tile: the kernel's own where nothing beat it.
+    /// The best tile; the kernel's own choice if nothing was faster.
     pub tile: TileOptions,
-    /// Time of the kernel's own tile against the best one's, measured anew; `None` where they are the same. The
-    /// search takes the luckiest of many, so its own times are not the gain.
+    /// New measurement of the kernel's own tile against the best one; `None` if they are equal. It is needed
+    /// because the best of many noisy times is too optimistic.
     pub confirmed: Option<InTurns>,
-    /// Changes that were not begun, since [`Timer::goes_on`] said so.
+    /// Number of changes that were not tried because [`Timer::goes_on`] returned false.
     pub not_begun: usize,
 }
 
 impl Found {
-    /// Whether the tile is worth keeping.
+    /// Whether the best tile is worth storing.
     #[must_use]
     pub fn is_gain(&self) -> bool {
         self.confirmed.as_ref().is_some_and(InTurns::is_gain)
     }
 }
 
-/// Tries each change, one after another, on the best tile so far, with `rounds` rounds each, as long as the
-/// timer goes on. Confirms the result with three times as many rounds. `tell` is called with each tile.
+/// Tries each change, one after another, on the best tile so far, with `rounds` rounds each, as long as the timer
+/// goes on. Confirms the result with three times as many rounds. `tell` is called with each tried tile.
 ///
 /// # Errors
 /// What the device said, or why the kernel's own tile cannot be timed.
@@ -257,12 +257,13 @@ pub fn search<T: Timer>(
     Ok(found)
 }
 
-/// The tile with each of the changes that alter it.
+/// The tiles that result from each change, without those equal to `tile`.
 fn changed(tile: &TileOptions, changes: &[Change]) -> Vec<TileOptions> {
     changes.iter().map(|(knob, value)| with(tile, knob, value)).filter(|changed| changed != tile).collect()
 }
 
-/// Tile with another value of one field, placed last: fields before it that are incompatible give way.
+/// The tile with another value of one field. That field is placed last, so that earlier, incompatible fields are
+/// overridden.
 fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
     let mut tile = tile.clone();
     if let Some(at) = tile.iter().position(|(name, old)| name == knob && old != value) {
@@ -276,11 +277,11 @@ fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
 mod tests {
     use super::*;
 
-    /// A device whose tiles take a known time, in noise and with a clock that falls.
+    /// A simulated device whose tiles take known times, with noise and a drifting clock.
     struct Made {
         /// Seconds of each value of the only field.
         seconds: fn(u32) -> f64,
-        /// The largest share that noise adds.
+        /// Greatest noise, as a fraction of the time.
         noise: f64,
         /// Seconds that each burst adds to all later bursts.
         drift: f64,
@@ -333,7 +334,7 @@ mod tests {
                 kept += u32::from(found.is_gain());
             }
         }
-        // Chance is not nothing: 4 tiles are tried 800 times.
+        // Chance lets some tiles pass: 4 tiles are tried 800 times.
         assert!(kept <= 4, "{kept} of 800");
     }
 
@@ -358,7 +359,7 @@ mod tests {
         let turns =
             |challenger: [f64; 5]| InTurns { incumbent: vec![1.0; 5], challenger: challenger.to_vec() };
         assert!(turns([0.96, 0.97, 0.96, 0.965, 0.97]).is_gain());
-        // The median is equal, but half of the rounds lie far from it.
+        // The medians are equal, but half of the rounds lie far from the median.
         assert!(!turns([0.90, 0.96, 0.965, 1.02, 1.05]).is_gain());
         assert!(!turns([0.996; 5]).is_gain(), "less than the least gain");
         assert_eq!(turns([0.5; 5]).medians(), (1.0, 0.5));
@@ -389,7 +390,7 @@ mod tests {
                 "b" => 12.9,
                 _ => 13.1,
             }),
-            // The model says nothing of stages.
+            // The model does not include the number of stages.
             Some(_) => None,
         };
         let (changes, left_out) = by_model(&knobs, micros);
@@ -399,7 +400,7 @@ mod tests {
         assert_eq!(by_model(&knobs, |_| None).0.len(), 6, "without a model all, in the order of the fields");
     }
 
-    /// A device whose time is up after a number of tiles.
+    /// A simulated device whose time is up after a number of tiles.
     struct Limited(Made, std::cell::Cell<u32>);
 
     impl Timer for Limited {
@@ -431,7 +432,7 @@ mod tests {
         assert!(found.is_gain());
     }
 
-    /// Tiles that `coming` has announced, and tiles that were requested.
+    /// A simulated device that logs the tiles that `coming` announced and the tiles that were requested.
     struct Listens(Made, Vec<String>);
 
     impl Timer for Listens {

@@ -1,4 +1,4 @@
-//! Arguments that no test reads or writes through: only their addresses and sizes matter.
+//! Arguments whose memory no test reads or writes: only their addresses and sizes matter.
 
 use fmha_core::{BwdArgs, DevSlice, DevSliceMut, ElemType, MemorySpace};
 
@@ -14,7 +14,7 @@ pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
     unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4, ElemType::Bytes) }
 }
 
-/// Arguments of a backward call: each tensor has more than two sequences of a few rows need.
+/// Arguments of a backward call: each tensor is larger than needed for two sequences of a few rows.
 pub(crate) fn bwd_args() -> BwdArgs<'static> {
     BwdArgs::new(
         [input(0x10000, 300), input(0x20000, 300), input(0x30000, 300)],

@@ -13,7 +13,7 @@ struct AllKeysHere {
   FMHA_DEVICE void wait(int32_t, int32_t) const {}
 };
 
-// `ArrivalParams`, rendered from Rust; a thread's own copy of what has come.
+// `ArrivalParams`, rendered from Rust; each thread keeps its own record of the pieces that have arrived.
 template <class Params>
 struct ArrivingKeys {
   static constexpr bool waits = true;
@@ -23,7 +23,7 @@ struct ArrivingKeys {
 
   FMHA_DEVICE explicit ArrivingKeys(const Params& p) : p(p), here(p.here) { know_all(); }
 
-  // Once all pieces have come, in a CTA's first tile of many keys, a block costs two comparisons.
+  // Once all pieces have arrived, in a CTA's first tile with many keys, a block costs two comparisons.
   FMHA_DEVICE void know_all() {
     if (here != ~uint64_t(0)) return;
     begin = -0x7fffffff - 1;

@@ -26,10 +26,10 @@ struct ClusterChooser {
   static_assert(int64_t(Row::num_words) * Cta::threads * held < int64_t(1) << 31, "products of lists and keys");
   static_assert(Row::num_words >= 2 * kLowBins, "bins of both lower digits stand side by side");
 
-  // Bins of a range of numbers; behind them stand numbers that may be in, of the row and of this CTA.
+  // Bins of a range of numbers; after them candidate numbers, of the row and of this CTA.
   static constexpr int32_t kRangeBits = 11, kRangeBins = 1 << kRangeBits;
   static constexpr int32_t kMostOfRow = Row::num_words - kRangeBins, kMostOfCta = choice.ctas > 1 ? kMostOfRow / 2 : 1;
-  // Numbers beyond those wanted that a bound may have at or above it.
+  // Most numbers beyond those wanted that may be at or above a bound.
   static constexpr uint32_t kSpare = 64;
 
   struct Shared {
@@ -40,7 +40,7 @@ struct ClusterChooser {
     uint32_t count, bound, greatest;
   };
 
-  // Numbers of a set that count: from `least` to `greatest`, and how many of them there are.
+  // A set of numbers: those from `least` to `greatest`, and their count.
   struct Extent {
     uint32_t least, greatest, count;
   };
@@ -62,7 +62,7 @@ struct ClusterChooser {
     for (int32_t rank = 0; rank < choice.ctas; ++rank) sum += ptx::ld_shared_at(word, rank);
     return sum;
   }
-  // A word of the CTA whose rank is the lane, or `other` in lanes beyond.
+  // The word of the CTA whose rank equals the lane, or `other` in lanes beyond.
   static FMHA_DEVICE uint32_t of_rank(const uint32_t& word, uint32_t other) {
     if constexpr (choice.ctas == 1) return Cta::index() == 0 ? word : other;
     return Cta::index() < choice.ctas ? ptx::ld_shared_at(word, Cta::index()) : other;
@@ -97,7 +97,7 @@ struct ClusterChooser {
     }
   }
 
-  // The extent of what all threads have.
+  // The union of all threads' extents, for every thread.
   FMHA_DEVICE Extent extent_of(const Extent& own) const {
     const Extent of_warp = {ptx::redux_min(own.least), ptx::redux_max(own.greatest), ptx::redux_add(own.count)};
     if (Cta::index() == 0) {
@@ -111,8 +111,8 @@ struct ClusterChooser {
             ptx::redux_add(shared.warp_count[lane])};
   }
 
-  // The number of rank `wanted` from the greatest, at least 1, of those in `extent` that `each` calls with; `wanted` is
-  // then the rank among those equal to it. Not `exact`: a number at or below it, with few between.
+  // The `wanted`-th greatest number, at least 1, of those in `extent` that `each` passes; `wanted`
+  // becomes the rank among equal numbers. Not `exact`: a number at or below it, with few between.
   template <bool exact, class Each>
   FMHA_DEVICE uint32_t find_number(const Extent& extent, uint32_t& wanted, Each each) const {
     uint32_t low = extent.least, high = extent.greatest;
@@ -136,8 +136,8 @@ struct ClusterChooser {
     }
   }
 
-  // A number that a share of the CTA's keys is at or above: as many as the list has entries, among those of all CTAs.
-  // `most` is then the greatest of the CTA's numbers.
+  // A bound such that the CTA's share of keys is at or above it: all CTAs' shares
+  // together fill the list. `most` becomes the greatest of the CTA's numbers.
   FMHA_DEVICE uint32_t find_bound(uint32_t& most) const {
     uint32_t greatest[quarters] = {};
 #pragma unroll
@@ -162,7 +162,7 @@ struct ClusterChooser {
     });
   }
 
-  // Puts the CTA's numbers at or above `bound` behind the bins, and counts them; those that find no room are counted.
+  // Writes the CTA's numbers at or above `bound` after the bins, and counts them, also those without room.
   FMHA_DEVICE void gather(uint32_t* to, uint32_t room, uint32_t bound) const {
     uint32_t own = 0;
 #pragma unroll
@@ -179,7 +179,7 @@ struct ClusterChooser {
     }
   }
 
-  // Writes the list by a bound; false where too many numbers are at or above it.
+  // Writes the list using a bound; false if too many numbers are at or above it.
   FMHA_DEVICE bool choose_by_bound(int32_t* list) const {
     if (row.p.topk > kMostOfRow) return false;
     uint32_t* of_row = shared.row.bins + kRangeBins;
@@ -224,7 +224,7 @@ struct ClusterChooser {
     for (int32_t at = Cta::thread(); at < Row::num_words; at += Cta::threads) shared.row.bins[at] = 0;
   }
 
-  // Counts a lower digit of keys whose digits above are `prefix`, in bins of its own.
+  // Counts a lower digit of keys whose higher digits equal `prefix`, in separate bins.
   FMHA_DEVICE void count_low(uint32_t* bins, uint32_t prefix, int32_t shift) const {
     const int32_t there = left();
 #pragma unroll
@@ -260,7 +260,7 @@ struct ClusterChooser {
     write(list, smallest, wanted);
   }
 
-  // Writes the list: keys greater than the smallest number that is in, and the first `wanted` of those equal to it.
+  // Writes the list: keys greater than the smallest chosen number, and the first `wanted` of those equal to it.
   FMHA_DEVICE void write(int32_t* list, uint32_t smallest, uint32_t wanted) const {
     const int32_t lane = Cta::index();
     uint32_t greater = 0, equal = 0;
@@ -275,7 +275,7 @@ struct ClusterChooser {
       shared.row.sums[2 * warp() + 1] = equal;
     }
     wait_for_all();
-    // Sums of the runs before this one: greater entries, and equal ones.
+    // Sums over the runs before this one: greater entries, and equal ones.
     uint32_t before[2] = {};
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {

@@ -1,5 +1,5 @@
-// Loads without TMA: warps copy a tile to the places where TMA would have put it. For strides that TMA does
-// not take.
+// Loads without TMA: warps copy a tile to the layout that
+// TMA would produce, for strides that TMA does not support.
 #pragma once
 #include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
@@ -18,7 +18,7 @@ struct CopyWarps {
   }
   static constexpr int count = 32 * num_warps(4);
 
-  // Index of this thread among those that copy.
+  // Index of this thread among the copying threads.
   FMHA_DEVICE static int32_t rank() {
     const uint32_t thread = threadIdx.x - 128 * warpgroup;
     return 32 * num_warps(thread / 32) + thread % 32;
@@ -31,8 +31,8 @@ struct Copier {
   // barrier is arrived at after those.
   ptx::Barrier* pending = nullptr;
 
-  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes
-  // at a time are read element by element.
+  // Copies rows of a tile from the addresses `row_of` returns (null: zeros), `dim`
+  // elements each, then zeros. Fewer than 4 bytes at a time are read element by element.
   template <class Tile, class RowOf>
   FMHA_DEVICE void copy(const Tile& tile, int32_t dim, const void* any, RowOf row_of) const {
     using Elem = typename Tile::Elem;
@@ -63,7 +63,7 @@ struct Copier {
     }
   }
 
-  // Elements of a tile from where `elem_of(row, column)` says (null: zero), one by one.
+  // Copies elements of a tile from the addresses that `elem_of(row, column)` returns (null: zero), one by one.
   template <class Tile, class ElemOf>
   FMHA_DEVICE void gather(const Tile& tile, ElemOf elem_of) const {
     using Elem = typename Tile::Elem;
@@ -85,7 +85,7 @@ struct Copier {
     }
   }
 
-  // The tensor cores read what ordinary writes have put there: a fence, then the arrival.
+  // A fence, so that the tensor cores see these ordinary writes, then the arrival.
   FMHA_DEVICE void arrive() {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(*pending, true);

@@ -1,4 +1,4 @@
-// Masks as data as kernels of tiles ask them: pair by pair in tiles that are cut, and once a warp for a tile.
+// Masks as data in tiled kernels: a class per warp and tile, then pair by pair in partly masked tiles.
 #pragma once
 #include <fmha/mask_classes.h>
 #include <fmha/num.h>

@@ -66,8 +66,8 @@ struct DroppedBits {
         __syncwarp();
       }
       int32_t quad = lane / 2;
-      // Four calls at a time are enough beside each other; all of a block's at once are more than the instruction cache
-      // next to the warp holds.
+      // Four concurrent calls suffice; all of a block's at once are
+      // more code than the instruction cache next to the warp holds.
       constexpr int calls = 4;
 #pragma unroll 1
       for (int g = 0; g < 2 * num_pairs; g += calls, quad += 2 * calls) {
@@ -95,13 +95,13 @@ struct DroppedBits {
     }
   }
 
-  // Ones over group g of row r, its two columns 16 bits each, where they are dropped.
+  // Mask of group g in row r, 16 bits for each of its two columns: ones where dropped.
   FMHA_DEVICE uint32_t mask(int r, int g) const {
     const uint32_t pair = words[r][g / groups_a_word] << g % groups_a_word / 2;
     return ptx::prmt(pair, pair, g % 2 == 0 ? 0x9988 : 0xbbaa);  // the sign of a byte all over a byte
   }
 
-  // P of 16 bits without what is dropped.
+  // Sets dropped elements of a 16-bit P to 0.
   template <int depth>
   FMHA_DEVICE void drop(mma::RegisterTile<uint16_t, depth>& probs, int count) const {
 #pragma unroll

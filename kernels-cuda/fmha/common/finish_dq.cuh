@@ -1,4 +1,4 @@
-// dQ from sums in memory, to which CTAs of keys have added: scaled and rounded once.
+// Computes dQ from sums in global memory, to which CTAs of keys have added: scaled and rounded once.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -7,8 +7,8 @@
 
 namespace fmha {
 
-// A CTA to a block of queries of a head. Rows that a hidden NaN or infinity has reached are computed again. `Sums`:
-// `rows` queries of a block, `block_of` where its sums begin, `index_of` where one of them lies from there on.
+// One CTA for each block of queries of a head. Rows that a hidden NaN or infinity has reached are recomputed.
+// `Sums`: `rows` queries of a block, `block_of` the begin of its sums, `index_of` the place of a sum in them.
 template <BwdSpec spec, class Sums>
 FMHA_DEVICE void finish_dq(const BwdParams& p) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, head = blockIdx.x % heads;

@@ -13,10 +13,10 @@
 
 namespace fmha {
 
-// LSE of a row of a part that is to be computed again, with all its parts: a NaN that no instruction gives.
+// Special LSE of a part whose row must be recomputed over all parts: a NaN that no instruction produces.
 constexpr uint32_t kAgainBits = 0x7fc0f01du;
 
-// Factors of what was folded and of the part that comes.
+// Factors of the merged parts so far, and of the next part.
 struct FoldWeights {
   float old, part;
 };
@@ -25,15 +25,15 @@ struct FoldedRow {
   float top = -infinity();  // the largest LSE
   float sum = 0.f;          // of exp(LSE - top)
 
-  // Exponentials of a part: of the top before it, and of its own LSE. `next` is the larger of the two numbers. A part
-  // without a key that the row sees is neutral.
+  // Exponentials for a part: of the largest LSE before it, and of its own LSE, relative
+  // to `next`, the larger one. A part without a key that the row sees is neutral.
   FMHA_DEVICE static FoldWeights exponentials(float top, float next, float lse) {
     if (lse == -infinity()) return {1.f, 0.f};
     const float reference = finite_or_zero(next);
     return {exp2_of(__fmul_rn(__fsub_rn(top, reference), kLog2E)),
             exp2_of(__fmul_rn(__fsub_rn(lse, reference), kLog2E))};
   }
-  // Takes in a part of such exponentials.
+  // Adds a part with these exponentials to the fold.
   FMHA_DEVICE FoldWeights add(const FoldWeights& exponentials) {
     const float before = __fmul_rn(sum, exponentials.old);
     sum = __fadd_rn(before, exponentials.part);
@@ -41,7 +41,7 @@ struct FoldedRow {
     if (exponentials.part == 0.f && exponentials.old == 1.f) return {1.f, 0.f};
     return {__fmul_rn(before, per_sum), __fmul_rn(exponentials.part, per_sum)};
   }
-  // Takes in a part of such an LSE.
+  // Merges a part with this LSE.
   FMHA_DEVICE FoldWeights take(float lse) {
     const float next = fmaxf(top, lse);
     const FoldWeights exps = exponentials(top, next, lse);
@@ -52,7 +52,7 @@ struct FoldedRow {
   FMHA_DEVICE float lse() const { return sum == 0.f ? -infinity() : __fmaf_rn(log2_of(sum), kLn2, top); }
 };
 
-// A part's element of O as the fold takes it: what lies in a part without a visible key does not matter.
+// A part's element of O for the merge: 0 if the row sees no key of the part, whatever memory holds.
 FMHA_DEVICE float element_of_part(float normalised, bool seen) { return seen ? normalised : -0.f; }
 
 FMHA_DEVICE float fold(float old, float part, const FoldWeights& weights) {

@@ -35,7 +35,7 @@ struct RowColumns {
   }
 };
 
-// The fold of a row's parts: its end, and whether one of them is to be computed again.
+// Result of merging a row's parts: its LSE and factor, and whether a part must be recomputed.
 struct FoldedParts {
   FoldedRow row;
   bool again = false;
@@ -50,7 +50,7 @@ FMHA_DEVICE FoldedParts fold_row(const KvParts& parts, const MergedRow& merged, 
   for (int32_t end = merged.num_parts; end > 0; end -= kWarp) {
     const int32_t count = min(end, kWarp);
     const auto from_last = [&](int32_t l) { return end - 1 - l; };
-    // Lane l has the l-th part from the last: its LSE, and the largest up to there.
+    // Lane l has the l-th part from the last: its LSE, and the largest LSE up to it.
     const float lse = lane < count ? lse_of(parts, merged, from_last(lane)) : -infinity();
     folded.again |= bits_of(lse) == kAgainBits;
     float next = fmaxf(folded.row.top, lse);
@@ -104,7 +104,7 @@ FMHA_DEVICE void fold(const FwdParams& p, const KvParts& parts, const Keys& keys
   using Columns = RowColumns<dim, warps>;
   const int32_t warp = threadIdx.x / kWarp, of_row = warp % warps, lane = threadIdx.x % kWarp;
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * parts.num_rows;
-  // A first pass without memory, as the merge of other parts has it.
+  // The first pass touches no memory, as in the merge of other parts.
   bool live = !dependent || int32_t(blockIdx.x) >= kEarly;
   if constexpr (dependent) {
     if (live) ptx::wait_for_grids_before();
@@ -138,7 +138,7 @@ FMHA_DEVICE void fold(const FwdParams& p, const KvParts& parts, const Keys& keys
       FoldedParts folded = fold_row<dim>(parts, merged, o);
       float factor = 1.f;
       if constexpr (spec.sink) {
-        // Natural: times log2(e) a finite sink may be more than f32 holds. It has no O.
+        // The sink is natural: times log2(e) it may overflow f32. It has no O.
         const float sink = live ? scalar_of(p.sink, 0, merged.i_head, -infinity()) : -infinity();
         factor = folded.row.take(sink).old;
       }

@@ -1,4 +1,4 @@
-// The fold of parts whose rows that are computed again see the keys of a tree.
+// The merge of fixed parts under a tree mask, whose recomputed rows see the keys of the tree.
 #pragma once
 #include <fmha/common/fold_parts.cuh>
 #include <fmha/common/tree_keys.cuh>

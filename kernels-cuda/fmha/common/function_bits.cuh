@@ -1,5 +1,5 @@
-// The launch that writes what a mask as code shows into words of bits, a row of them for each query, as masks as data
-// have them: once for all heads, so that no kernel behind it asks the function.
+// The launch that writes what a mask as code shows into words of bits, a row of them for each
+// query, like masks as data: once for all heads, so that no later kernel evaluates the function.
 #pragma once
 #include <fmha/mask_data.h>
 #include <fmha/score.h>
@@ -48,7 +48,7 @@ struct FunctionBits {
       four[1] = four[2];
       four[2] = four[3];
       four[3] = shown;
-      // Lanes behind the last row write what it has.
+      // Lanes beyond the last row write its words again.
       if (w % 4 == 3 && first_word + w < num_words) {
         *reinterpret_cast<uint4*>(to + w - 3) = {four[0], four[1], four[2], four[3]};
       }

@@ -7,8 +7,8 @@
 
 namespace fmha {
 
-// Any grid of whole warps: each takes rows until none is left, its lanes four keys at a time, which have one call of
-// the generator.
+// Any grid of whole warps: each processes rows until none is left;
+// a lane handles four keys, which share one call of the generator.
 template <FwdSpec spec>
 FMHA_DEVICE void write_keep_mask(const FwdParams& p) {
   constexpr int32_t warp = 32;

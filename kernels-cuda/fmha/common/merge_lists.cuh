@@ -1,5 +1,5 @@
-// The merge of a split over lists of keys: every part of every token has written its LSE. A row that is computed again
-// sees the keys of its token's list.
+// The merge of a split over lists of keys: every part of every token has
+// written its LSE. A recomputed row sees the keys of its token's list.
 #pragma once
 #include <fmha/common/token_keys.cuh>
 #include <fmha/common/merge_parts.cuh>

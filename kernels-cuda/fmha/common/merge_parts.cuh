@@ -38,7 +38,7 @@ constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2) - (kSpillsBes
 // cached.
 constexpr int32_t kEarly = 144;
 
-// A row of the call, and what its parts weigh.
+// A row of the call, and the weights of its parts.
 struct MergedRow {
   SeqSpan span;
   int32_t i_head, i, num_parts;
@@ -70,7 +70,7 @@ FMHA_DEVICE float lse_of_parts(const KvParts& parts, const MergedRow& merged) {
 template <FwdSpec spec, bool listed>
 FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merged) {
   const int32_t lane = threadIdx.x % kWarp;
-  // Natural: times log2(e) a finite LSE or sink may be more than f32 holds.
+  // LSE and sink stay natural: times log2(e) a finite one may overflow f32.
   const float sink = spec.sink && merged.live ? scalar_of(p.sink, 0, merged.i_head, -infinity()) : -infinity();
   float top = sink;
   for (int32_t n = lane; n < merged.num_parts; n += kWarp) top = max(top, lse_of(parts, merged, n));
@@ -106,7 +106,7 @@ struct RowPart {
   }
 
   FMHA_DEVICE static int32_t column(int32_t chunk) { return chunk * 4 * kWarp + threadIdx.x % kWarp * 4; }
-  // A row of a part begins on 16 bytes, and its last four elements may reach beyond `dim`, where nothing is written.
+  // Loads a part's row, which begins at 16 bytes; its last four elements may exceed `dim`, and are not stored.
   FMHA_DEVICE void load(const float* from, bool there) {
 #pragma unroll
     for (int32_t chunk = 0; chunk < chunks; ++chunk) {
@@ -154,7 +154,7 @@ FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_
     }
 #pragma unroll
     for (int32_t k = 0; k < under_way; ++k) {
-      // A part without a visible key is neutral, whatever lies there.
+      // A part without visible keys is neutral, whatever its memory holds.
       const bool seen = weight[k] != -infinity();
       const float factor = seen ? exp2_of((weight[k] - merged.reference) * kLog2E) * merged.per_sum : 0.f;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The merge of a split whose rows that are computed again see the keys of a tree.
+// The merge of split keys under a tree mask, whose recomputed rows see the keys of the tree.
 #pragma once
 #include <fmha/common/merge_parts.cuh>
 #include <fmha/common/tree_keys.cuh>

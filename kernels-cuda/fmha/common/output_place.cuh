@@ -29,12 +29,12 @@ FMHA_DEVICE consteval bool leaves_rows_to_fold() {
 template <auto tile>
 FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) return {work.storage_batch, work.q_row};
-  // A part of a share has only the rows of its tile's heads; the first head lies at 0.
+  // A part of a share only has the rows of its tile's heads; the first head is at 0.
   else if constexpr (in_shares<tile>()) return {work.part, -work.i_head * p.seqlen_q};
   else return {work.part * p.batch + work.i_batch, 0};
 }
 
-// A row of a tile: its query and head, whether it is one of the sequence's, and where its O and LSE lie.
+// A row of a tile: its query and head, whether it exists in the sequence, and the places of its O and LSE.
 struct TileRow {
   int32_t i;
   bool stored;

@@ -1,4 +1,4 @@
-// The end of a row (finish.h) by the special-function unit, and whether it is to be computed again.
+// The end of a row (finish.h) on the special-function unit, and whether the row must be recomputed.
 #pragma once
 #include <fmha/common/quads.cuh>
 #include <fmha/finish.h>
@@ -32,13 +32,13 @@ FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowMax row_max, float row_s
   }
 }
 
-// A row's result, and the log-sum-exp of its keys alone where lists of keys make LSE another number.
+// A row's result, and the LSE of its keys alone, which differs from LSE if lists of keys leave out the sink.
 struct RowEnd {
   RowResult row;
   float lse_of_keys;
 };
 
-// The end of a row over such keys.
+// The end of a row over listed keys.
 template <FwdSpec spec, class Keys>
 FMHA_DEVICE RowEnd finish_row_of(const FwdParams& p, const Keys& keys, RowMax row_max, float row_sum, int32_t i_head) {
   if constexpr (requires { Keys::of_token; }) {
@@ -68,7 +68,7 @@ FMHA_DEVICE PartEnd end_lane_row(const FwdParams& p, const Keys& keys, float max
                                  float scale_log2, int32_t i_head, const mma::Accumulator<n>& o, int r) {
   const RowEnd end = finish_row_of<spec>(p, keys, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, i_head);
   bool again = RowSoftmax::is_too_large(row_max, scale_log2);
-  // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
+  // A row without visible keys (LSE -inf) is included: its O must be 0, but 0 times a hidden NaN of V is NaN.
   if constexpr (may_be_non_finite(spec)) again |= has_non_finite(o, r) && end.lse_of_keys < infinity();
   return {end.row, again};
 }

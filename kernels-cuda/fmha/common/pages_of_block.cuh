@@ -18,7 +18,7 @@ struct PagesOfBlock {
 
   KvRow first = {0, 0};  // where this lane's box begins
 
-  // All lanes of the warp. The table is read for keys of the sequence alone: behind them it need not have an entry.
+  // Called by all lanes of the warp. The table is read only for keys of the sequence: beyond them it may have no entry.
   FMHA_DEVICE static PagesOfBlock find(const FwdParams& p, int32_t i_batch, int32_t first_key, int32_t seqlen_k) {
     const int32_t j = first_key + int32_t(threadIdx.x % 32) * page_keys;
     // Rows before a page, where TMA puts zeros.
@@ -27,8 +27,8 @@ struct PagesOfBlock {
     return pages;
   }
 
-  // Starts this lane's box of a block, whose barrier expects all bytes already. `full` starts a box of four
-  // coordinates.
+  // Starts this lane's box of a block, whose barrier already
+  // expects all bytes. `full` starts a four-dimensional box.
   template <class Tile, class Full>
   FMHA_DEVICE void load(const Tile& to, const ptx::TensorMap& map, const Full& full, int32_t i_head_kv) const {
     const int32_t lane = threadIdx.x % 32;

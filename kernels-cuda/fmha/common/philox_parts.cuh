@@ -42,7 +42,7 @@ FMHA_DEVICE Array<uint32_t, 2> dropout_row(const FwdParams& p, int32_t batch_hea
   const uint64_t a2 = uint64_t(kPhiloxM0) * (uint32_t(b1 >> 32) ^ query ^ p.dropout_key_low);
   return {{uint32_t(a2 >> 32) ^ (p.dropout_key_high + kPhiloxW1), uint32_t(a2)}};
 }
-// A quad to its counter of a query before the fourth round.
+// Counter of a quad and a query before the fourth round.
 FMHA_DEVICE Array<uint32_t, 4> dropout_counter(const Array<uint32_t, 4>& quad, const Array<uint32_t, 2>& row) {
   const uint64_t b3 = uint64_t(kPhiloxM1) * (row[0] ^ quad[0]);
   return {{uint32_t(b3 >> 32) ^ quad[1], uint32_t(b3), row[1] ^ quad[2], quad[3]}};

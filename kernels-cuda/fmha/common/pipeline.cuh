@@ -4,7 +4,7 @@
 
 namespace fmha {
 
-// A slot, and the parity of its barriers.
+// A slot of a ring buffer, and the parity of its barriers.
 template <int num_slots>
 struct Slot {
   int32_t index = 0;

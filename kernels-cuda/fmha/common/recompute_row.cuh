@@ -24,7 +24,7 @@
 
 namespace fmha {
 
-// Elements that memory has as they are; ScaledElems (block_scales.h) are times scales.
+// Elements of memory without scales; ScaledElems (block_scales.h) multiplies by scales.
 struct PlainElems {};
 
 // One row: query i of a head, over the keys of `among` that `keys` has too, or has at those places. K and V lie in
@@ -57,8 +57,8 @@ struct RecomputedRow {
   float room = 1.f;                            // what O is multiplied by so that it stays in f32 (range.h)
   float o[columns] = {};
 
-  // An element of K or V, of Q's type: what is stored in FP8 times its descale, rounded as a dequantised cache would
-  // be.
+  // An element of K or V in Q's type: stored FP8 times its
+  // descale, rounded like a dequantised cache.
   FMHA_DEVICE float of_cache(const View& view, int64_t at, const HeadScalars& descales) const {
     return round_to<spec.dtype_qk>(load_elem<stored>(view.data, at) * descale(descales));
   }

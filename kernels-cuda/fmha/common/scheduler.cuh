@@ -65,7 +65,7 @@ struct Scheduler {
     return claim(p);
   }
 
-  // The next tile that has rows; num_blocks 0 when there is none.
+  // The next tile that has rows; num_blocks is 0 if there is none.
   FMHA_DEVICE Work next(const FwdParams& p, const TileSchedule& schedule) {
     while (true) {
       const int32_t index = next_index(p, schedule);
@@ -83,7 +83,7 @@ struct Scheduler {
 // every tile.
 constexpr int kWorkWanted = 7;
 
-// `keys`: which keys queries see; with lists the tile's blocks are those that they have.
+// `keys`: which keys queries see; with lists, the tile's blocks are those in its list.
 template <FwdSpec spec, auto tile, class Shared, class Keys = EveryKey>
 FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule, Shared& smem, const Keys& keys = {}) {
   Scheduler<spec, tile, Shared> scheduler{smem};

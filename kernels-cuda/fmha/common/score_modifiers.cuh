@@ -53,7 +53,7 @@ struct Modifiers {
   FMHA_DEVICE int32_t head_of(const Work& work, int32_t row, int32_t i) const {
     return tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
   }
-  // Whether rows of the bias begin on 16 bytes, and none of a block's keys is beyond the sequence.
+  // Whether rows of the bias begin at 16 bytes, and all of a block's keys are inside the sequence.
   FMHA_DEVICE bool fetches_vectors(const Work& work, int32_t block) const {
     const uint64_t steps = p.bias.row | p.bias.head | p.bias.batch;
     const bool aligned = (uint64_t(p.bias.data) | steps * size_bytes(spec.dtype_bias)) % 16 == 0;
@@ -77,7 +77,7 @@ struct Modifiers {
     }
   }
 
-  // Raw scores of a block to what the softmax takes. `row` is the thread's first.
+  // Converts raw scores of a block to the softmax's input. `row` is the thread's first row.
   template <int n>
   FMHA_DEVICE void apply(mma::Accumulator<n>& s, const BiasWords& words, const Work& work, int32_t row, int32_t block) const {
     if constexpr (fast_softcap) {

@@ -1,5 +1,5 @@
-// A query and a key in the backward: whether one sees the other, and its P of their score, whatever fragment the
-// score is an element of.
+// A query and a key in the backward: whether the query sees
+// the key, and P of their score, for any kind of fragment.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/ptx/num.cuh>
@@ -51,7 +51,7 @@ struct ScorePair {
   FMHA_DEVICE bool is_there(Pair at) const { return at.i() < span.seqlen_q && at.j() < span.seqlen_k; }
   FMHA_DEVICE bool sees(Pair at) const { return is_there(at) && mask.sees(at.i(), at.j()); }
 
-  // P of an element, and the slope of its score. `lse_log2` is its query's.
+  // P of an element, and the slope of its score. `lse_log2` is that of its query.
   FMHA_DEVICE float prob(float s, const Modifiers& modifiers, float lse_log2, Pair at, float& slope) const {
     const bool there = is_there(at);
     const Scored x = modifiers.log2(at, s, -lse_log2, [&] { return modifiers.element(at, there); }, there);

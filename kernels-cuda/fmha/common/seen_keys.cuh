@@ -13,19 +13,19 @@ struct FetchedBits {
 };
 
 struct EveryKey {
-  // `has_classes`: a warp asks what its rows see of a block (`class_of`). `has_tile_list`: a list has a tile's blocks.
+  // `has_classes`: a warp can classify a block for its rows (`class_of`). `has_tile_list`: a list has the blocks.
   static constexpr bool all = true, has_classes = false, has_tile_list = false;
   FMHA_DEVICE bool sees(const SeqSpan&, int32_t, int32_t, int32_t) const { return true; }
 };
 
-// Whether keys are those of a token's list: key n is the one that stands there, and a tile has one query.
+// Whether keys come from a token's list: key n is the key at place n of the list, and a tile has one query.
 template <class Keys>
 FMHA_DEVICE constexpr bool are_of_token() {
   if constexpr (requires { Keys::of_token; }) return Keys::of_token;
   else return false;
 }
 
-// Bytes of a key's row where a cache has rows of bytes (cache_rows.h), else 0.
+// Bytes of a key's row if a cache has rows of bytes (cache_rows.h), otherwise 0.
 template <class Keys>
 FMHA_DEVICE constexpr int row_bytes_of() {
   if constexpr (requires { Keys::row_bytes; }) return Keys::row_bytes;
@@ -39,7 +39,7 @@ FMHA_DEVICE int32_t query_of_sequence(const Keys& keys, int32_t i) {
   else return i;
 }
 
-// Offset of key j's row, which is there, in K or V, of one head, in elements of so many bytes.
+// Offset of the row of key j, which must exist, in one head of K or V, for elements of this size.
 template <int32_t bytes, class Keys>
 FMHA_DEVICE int64_t offset_of_key(const Keys& keys, const FwdParams& p, const View& view, KvKind layout,
                                   const SeqSpan& span, int32_t j, int32_t head) {

@@ -26,7 +26,7 @@ struct BlocksOfTile {
   int32_t first, count;
 };
 
-// Blocks that any of the sequence's queries sees, at least one; none where the sequence has no queries.
+// Blocks that any of the sequence's queries sees, at least one; 0 if the sequence has no queries.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE BlocksOfTile blocks_of_tile(const FwdParams& p, int32_t i_batch) {
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
@@ -36,7 +36,7 @@ FMHA_DEVICE BlocksOfTile blocks_of_tile(const FwdParams& p, int32_t i_batch) {
   return {first, max(ceil_div(keys.end, tile.block_n) - first, 1)};
 }
 
-// Shares that a CTA walks, one after another.
+// Number of shares that a CTA processes one after another.
 template <auto tile>
 FMHA_DEVICE constexpr int shares_a_cta() {
   if constexpr (requires { tile.shares_a_cta; }) {
@@ -46,7 +46,7 @@ FMHA_DEVICE constexpr int shares_a_cta() {
   }
 }
 
-// A CTA's walk through its shares. All lanes of each of its warps do the same.
+// A CTA's loop over its shares. All lanes of all its warps behave equally.
 template <FwdSpec spec, auto tile>
 struct Share {
   const FwdParams& p;
@@ -102,7 +102,7 @@ struct Share {
     return value;
   }
 
-  // The sequence that the share begins in.
+  // Finds the sequence in which the share begins.
   FMHA_DEVICE void find() {
     int32_t before = 0;
 #pragma unroll 1
@@ -139,7 +139,7 @@ struct Share {
     }
   }
 
-  // Whether the CTA has walked its present share and all later ones.
+  // Whether the CTA has finished its present share and all later ones.
   FMHA_DEVICE bool is_over() {
     if constexpr (shares_a_cta<tile>() > 1) {
       while (at >= end && index + int32_t(gridDim.x) < tile.shares) {
@@ -150,7 +150,7 @@ struct Share {
     return at >= end;
   }
 
-  // The next part of the share; num_blocks 0 where its tile has no rows.
+  // The next part of the share; num_blocks is 0 if its tile has no rows.
   FMHA_DEVICE Work next() {
     while (at >= begin + blocks.count) enter(i_batch + 1, begin + blocks.count);
     const int32_t upper = min(begin + blocks.count, end);

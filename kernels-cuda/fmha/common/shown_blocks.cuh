@@ -27,7 +27,7 @@ struct BitsOf<true> {
 template <int n>
 struct RowBits {
   static_assert(n <= 256, "64 bits have 256 columns");
-  // Registers are few where masks are asked: 32 bits where these have all columns.
+  // Masks leave few registers: 32 bits where these cover all columns.
   using Bits = typename BitsOf<(n > 128)>::type;
   static constexpr int count_bits = 8 * sizeof(Bits);
   static constexpr int bit_of(int column) { return column / 8 * 2 + column % 8; }
@@ -67,22 +67,22 @@ struct ShownBlocks {
   FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t tile) const {
     return (i_batch * list.heads_of_batch + i_head / list.heads_ratio) * list.num_tiles + tile;
   }
-  // The i-th block of a row, of which the first `num_cut` are cut. Whole ones are stored from the row's end down.
+  // The i-th block of a row, whose first `num_cut` are partly masked. Whole ones lie at the row's end, reversed.
   FMHA_DEVICE int32_t entry(int32_t row, int32_t num_cut, int32_t i) const {
     return list.blocks[int64_t(row) * list.max_blocks + place(num_cut, i)];
   }
   FMHA_DEVICE int32_t place(int32_t num_cut, int32_t i) const {
     return i < num_cut ? i : list.max_blocks - 1 - (i - num_cut);
   }
-  // Place of that block in the order of the tiles that have it. Behind each head's rows is one of counters.
+  // Rank of that block among the tiles that list it. After each head's rows comes a row of counters.
   FMHA_DEVICE int32_t rank(int32_t row, int32_t num_cut, int32_t i) const {
     return list.ranks[int64_t(row + row / list.num_tiles) * list.max_blocks + place(num_cut, i)];
   }
   template <class Work>
   FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }
 
-  // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the
-  // lists.
+  // Replaces the band's blocks by those of the tile's list:
+  // `num_band_blocks` of them are partly masked, `part` is the list's row.
   template <FwdSpec spec, auto tile, class Work>
   FMHA_DEVICE void take(const FwdParams& p, Work& work) const {
     static_assert(tile.cluster == 1 && !tile.pack_gqa, "lists are of one head's tiles");
@@ -111,7 +111,7 @@ struct ShownBlocks {
     return seen;
   }
 
-  // Reads words of bits for the thread's two rows, `row` and `row + 8`, before `hide` asks for them.
+  // Loads words of bits for the thread's two rows, `row` and `row + 8`, before `hide` needs them.
   template <int n>
   FMHA_DEVICE void fetch(FetchedBits<n>& to, const SeqSpan& span, int32_t i_head, int32_t row,
                          int32_t block_key) const {
@@ -143,7 +143,7 @@ struct ShownBlocks {
     return seen;
   }
 
-  // The elements of a row whose bits are 1. Columns beyond the sequence have the last word's.
+  // Elements of a row whose bits are 1. Columns beyond the sequence use the last word.
   template <int n>
   FMHA_DEVICE BitsIn<n> in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
     const MaskDataParams& m = pairs.masks.m;
@@ -220,7 +220,7 @@ struct ShownBlocks {
     for (int e = 0; e < s.num_elems; ++e) {
       const int r = s.row(e), bit = RowBits<n>::bit_of(s.column(e));
       bool sees = seen[r] >> bit & 1;
-      // Asked of all pairs: behind a branch each would wait for its own loads.
+      // Evaluated for all pairs: after a branch each would wait for its own loads.
       if constexpr (has_function)
         sees = sees & functions.shows({row, block_key + mma::fragment_column(), 8 * r, s.column(e)});
       if (!(sees || full[r] >> bit & 1)) s[e] = -infinity();

@@ -15,7 +15,7 @@ struct RowStats {
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
 
-// Online softmax. P and its sums are 2^`p_offset_log2` times as large (a kernel's config.cuh).
+// Online softmax. P and its sums are scaled by 2^`p_offset_log2` (a kernel's config.cuh).
 template <auto tile, int p_offset_log2>
 struct Softmax {
   static constexpr float kPScale = power_of_two(p_offset_log2);
@@ -28,12 +28,12 @@ struct Softmax {
   template <int n>
   FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
-    // No branch may stand here while products are under way.
+    // No branch is allowed here while products are in flight.
     if constexpr (sums_output_first(tile)) {
       if (__all_sync(ptx::kAllLanes, row_max[0] >= 0.f && row_max[1] >= 0.f)) return raise_nonnegative(row_max, s);
     }
-    // Two chains of dependent fmaxf a row: a single one of 32 takes 140 clocks, in which the warp has nothing else
-    // to issue.
+    // Two chains of dependent fmaxf per row: a single chain of 32
+    // takes 140 clocks, in which the warp has nothing else to issue.
     float other_max[2] = {s[1], s[3]};
 #pragma unroll
     for (int e = 0; e < S::num_elems; ++e) {
@@ -63,14 +63,14 @@ struct Softmax {
   FMHA_DEVICE static float shift_of(float row_max, float scale_log2) {
     return p_offset_log2 == 0 ? ptx::mul_rp(row_max, scale_log2) : ptx::fma_rp(row_max, scale_log2, -float(p_offset_log2));
   }
-  // Whether a row's scores are so large that P is to be computed in another way (range.h).
+  // Whether a row's scores are so large that P must be computed in another way (range.h).
   FMHA_DEVICE static bool is_too_large(float row_max, float scale_log2) {
     return fabsf(row_max) < infinity() && fabsf(row_max * scale_log2) >= kLargestShift;
   }
   FMHA_DEVICE bool is_too_large(float scale_log2) const {
     return is_too_large(rows[0].row_max, scale_log2) || is_too_large(rows[1].row_max, scale_log2);
   }
-  // P = exp2(S - shift), and its sums.
+  // Computes P = exp2(S - shift), and its sums.
   template <int n>
   FMHA_DEVICE void exponentiate(mma::Accumulator<n>& s, float scale_log2, const float (&shift)[2], float (&sums)[2],
                                 uint32_t never) {
@@ -166,7 +166,7 @@ struct Softmax {
     rows[1].row_sum += sums[1];
   }
 
-  // Whether any of the warp's upper (r = 0) or lower rows has another maximum since.
+  // Whether any of the warp's upper (r = 0) or lower rows has changed its maximum since.
   FMHA_DEVICE bool corrects(int r) const { return __any_sync(ptx::kAllLanes, correction[r] != 1.f); }
 };
 

@@ -86,7 +86,7 @@ FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n
   }
 }
 
-// A row of a part, whose rows begin on 16 bytes and are whole ones, its last columns beyond O's among them.
+// Stores a row of a part, whose rows begin at 16 bytes and are multiples of 16 bytes, including columns beyond O's.
 template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_part(float* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
@@ -102,7 +102,7 @@ FMHA_DEVICE void store_part(float* out, const mma::Accumulator<n>& o, int r, flo
   }
 }
 
-// A row's part as a tile stores it: the f32 of a part of the keys, or O's type, from element `at` on.
+// Stores a row from element `at` on, as a tile stores it: f32 for a part of the keys, otherwise O's type.
 template <FwdSpec spec, auto tile, bool turned, int n>
 FMHA_DEVICE void store_lane_row(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor,
                                 bool stored) {

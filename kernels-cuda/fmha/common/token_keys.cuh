@@ -16,12 +16,12 @@ struct KeysOfToken {
   static constexpr int row_bytes = bytes;
   List list;
 
-  // Whether key n is there. Places at and past the list's end, which other tests hide, are asked for, too.
+  // Whether key n exists. It is also called for places at and beyond the list's end, which other tests hide.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t, int32_t n) const {
     return list.key(clamp(n, 0, span.seqlen_k - 1)) >= 0;
   }
 
-  // Whether a block of the list, not empty, has all of its keys, some or none. The whole warp asks.
+  // Whether a non-empty block of the list has all, some or none of its keys. Called by the whole warp.
   FMHA_DEVICE BlockClass class_of(const SeqSpan&, int32_t, Range, Range keys) const {
     bool some = false, every = true;
     for (int32_t first = keys.begin; first < keys.end; first += 32) {
@@ -33,8 +33,8 @@ struct KeysOfToken {
     return !some ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
   }
 
-  // The end of a row: a sink of +inf over scores that are numbers has all of the row's weight, and LSE may be asked
-  // for without the sink.
+  // The end of a row: an infinite sink takes all weight of a
+  // row with finite scores, and LSE may leave out the sink.
   template <FwdSpec spec>
   FMHA_DEVICE RowEnd finish(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) const {
     RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);

@@ -1,4 +1,4 @@
-// Keys of one token in two caches, as kernels of tiles take them: those of the first, then those of the second.
+// Keys of one token in two caches, for tiled kernels: those of the first, then those of the second.
 #pragma once
 #include <fmha/common/token_keys.cuh>
 #include <fmha/two_caches.h>
@@ -15,7 +15,7 @@ FMHA_DEVICE int32_t entry_at(const TwoCaches& both, int32_t place) {
   return both.is_second(place) ? entry_at(both.second, place - both.first.num) : entry_at(both.first, place);
 }
 
-// The key of a place that has such an entry; -1 of one that is absent or hidden.
+// The key at a place whose raw entry was loaded; -1 if it is absent or hidden.
 FMHA_DEVICE int32_t key_with(const TokenList& list, int32_t entry, int32_t place) { return list.key_of(entry, place); }
 FMHA_DEVICE int32_t key_with(const CacheKeys& keys, int32_t entry, int32_t place) {
   if (keys.list.lists.whole) return entry < 0 ? -1 : keys.key(place);

@@ -10,7 +10,7 @@
 
 namespace fmha::cache {
 
-// A CTA has `keys` keys of a sequence, of all heads; a thread takes sixteen elements at a time.
+// A CTA has `keys` keys of a sequence, for all heads; a thread converts sixteen elements at a time.
 template <WidenSpec spec, int32_t keys, int32_t threads>
 struct Widen {
   const FwdParams& p;

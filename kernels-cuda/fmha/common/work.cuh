@@ -105,7 +105,7 @@ FMHA_DEVICE Range keys_of_part(const FwdParams& p, int32_t part, int32_t seqlen_
   return {min(part * keys, seqlen_k), min((part + 1) * keys, seqlen_k)};
 }
 
-// Keys of a tile's work: those of its part, which are all that it sees.
+// Keys of a tile's work: those of its part, which are all keys that it reads.
 template <auto tile>
 FMHA_DEVICE Range keys_of_work(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) {
@@ -131,7 +131,7 @@ FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
   return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);
 }
 
-// Keys of a sequence that a query of it sees lie below.
+// The end of the keys that some query of a sequence sees.
 FMHA_DEVICE int32_t end_of_seen_keys(const MaskBand& band, int32_t seqlen_q, int32_t seqlen_k) {
   return min(seqlen_k, seqlen_q + band.hi);
 }
@@ -174,7 +174,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   work.k_row = span.k_row;
   work.seqlen_q = span.seqlen_q;
   work.seqlen_k = span.seqlen_k;
-  // The CTAs of a cluster walk the same key blocks: those that any of their rows sees.
+  // The CTAs of a cluster process equal key blocks: those that any of their rows sees.
   const int32_t cluster_rows = rows_of_tile<tile>(p) * (tile.cluster_heads ? 1 : tile.cluster);
   const int32_t cluster_row = at.m_block * cluster_rows;
   work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank<tile>() * tile.block_m);
@@ -208,7 +208,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
     work.num_blocks = work.num_band_blocks = 1;
     work.last_block = -1;
     if constexpr (split_keys<tile>() > 0) {
-      // A part whose keys are all hidden has one block.
+      // A part whose keys are all hidden still has one block.
       if (span.seqlen_k > 0) work.last_block = own.begin / tile.block_n;
     }
   }
@@ -224,7 +224,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   return work;
 }
 
-// Resolves tile `index` of the order; num_blocks is 0 if its sequence has no such rows.
+// Resolves tile `index` of the order; num_blocks is 0 if its sequence does not have these rows.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, int32_t index) {
   const int32_t group_tiles = schedule.heads_per_l2_group * schedule.num_m_blocks;

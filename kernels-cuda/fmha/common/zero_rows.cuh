@@ -5,8 +5,8 @@
 
 namespace fmha {
 
-// Zeros the keys from `begin` on of a [dim, keys] tile, 16 bytes at a time, by `num_threads` threads, of which this
-// one is number `rank`.
+// Zeros the keys from `begin` on in a [dim, keys] tile, 16 bytes at a
+// time, with `num_threads` threads; `rank` is this thread's number.
 template <class Tile>
 FMHA_DEVICE void zero_columns(const Tile& tile, int32_t begin, int32_t rank, int32_t num_threads) {
   constexpr int elems = 16 / Tile::elem_bytes;  // of a word

@@ -18,7 +18,7 @@ constexpr int kStepBytes = 32;   // of a row of A, contracted by one instruction
 FMHA_DEVICE constexpr MmaKind kind_of(DType dtype) { return is_fp8(dtype) ? MmaKind::F8f6f4 : MmaKind::F16; }
 // Elements contracted by one instruction.
 FMHA_DEVICE constexpr int depth_of(DType dtype) { return kStepBytes / size_bytes(dtype); }
-// Columns of tensor memory that `elems` of an A operand take.
+// Number of columns of tensor memory for `elems` elements of operand A.
 FMHA_DEVICE constexpr int columns_of(DType dtype, int elems) { return elems * size_bytes(dtype) / 4; }
 
 // Instruction descriptor of a product: A [m, k] and B [n, k] of `dtype`, sums in f32. In a pair's product (m 256)

@@ -51,8 +51,8 @@ struct LaneAddress {
   }
 };
 
-// Fragments of B that are read before the products that take them, beyond the one at work: ldmatrix takes some 30
-// clocks.
+// Fragments of B that are read ahead of their products,
+// besides the present one: ldmatrix takes some 30 clocks.
 template <int ahead>
 struct FragmentRing {
   uint32_t words[ahead + 1][4];

@@ -6,8 +6,8 @@
 
 namespace fmha::ptx {
 
-// needs: sm_70. Waits until `num_threads`, itself included, have arrived at barrier `id`.
-// PTX ISA: bar.sync.
+// needs: sm_70. Waits until `num_threads` threads, this one
+// included, have arrived at barrier `id`. PTX ISA: bar.sync.
 template <int num_threads>
 FMHA_DEVICE void bar_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(num_threads) : "memory");

@@ -6,13 +6,13 @@
 
 namespace fmha::ptx {
 
-// needs: sm_90. Once every CTA has said so or ended, the next grid of the stream may start, if it was launched to.
-// PTX ISA: griddepcontrol.launch_dependents.
+// needs: sm_90. Once every CTA has called this or ended, a dependent next
+// grid of the stream may start. PTX ISA: griddepcontrol.launch_dependents.
 FMHA_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// needs: sm_90. Waits until earlier grids have ended and their memory is visible; does not wait where none was to be
-// overlapped.
-// PTX ISA: griddepcontrol.wait.
+// needs: sm_90. Waits until earlier grids have ended and
+// their memory is visible; returns at once in a launch that
+// is not dependent. PTX ISA: griddepcontrol.wait.
 FMHA_DEVICE void wait_for_grids_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace fmha::ptx

@@ -18,8 +18,8 @@ FMHA_DEVICE void ldmatrix_x4(uint32_t (&v)[4], uint32_t row_address) {
                : "memory");
 }
 
-// needs: sm_75. The same, each matrix transposed: lane l receives of each column l / 4, rows 2 (l % 4) and the next.
-// PTX ISA: ldmatrix.
+// needs: sm_75. ldmatrix_x4 with each matrix transposed: lane l receives
+// column l / 4 of each, rows 2 (l % 4) and the next. PTX ISA: ldmatrix.
 FMHA_DEVICE void ldmatrix_x4_trans(uint32_t (&v)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -12,8 +12,8 @@ namespace fmha::ptx {
 // PTX ISA: Generic Addressing.
 FMHA_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
-// needs: sm_50. The line of 128 bytes that an address lies in, to the L1; nothing waits for it.
-// PTX ISA: prefetch.
+// needs: sm_50. Prefetches the 128-byte line of an address
+// to the L1; nothing waits for it. PTX ISA: prefetch.
 FMHA_DEVICE void prefetch_l1(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 
 // Predicated in the instruction: a divergent last store in a persistent loop can leave lanes
@@ -135,8 +135,8 @@ FMHA_DEVICE float ld_global_f32_if(const void* from, bool condition) {
   return x;
 }
 
-// needs: sm_70. Reads two bytes if `condition` holds; else gives 0.
-// PTX ISA: ld.global.nc.
+// needs: sm_70. Reads two bytes if `condition` holds;
+// otherwise returns 0. PTX ISA: ld.global.nc.
 FMHA_DEVICE uint32_t ld_global_u16_if(const void* from, bool condition) {
   uint32_t x;
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
@@ -145,8 +145,8 @@ FMHA_DEVICE uint32_t ld_global_u16_if(const void* from, bool condition) {
   return x;
 }
 
-// needs: sm_70. Reads four bytes at a multiple of 4 if `condition` holds; else gives 0.
-// PTX ISA: ld.global.nc.
+// needs: sm_70. Reads four bytes at a multiple of 4 if
+// `condition` holds; otherwise returns 0. PTX ISA: ld.global.nc.
 FMHA_DEVICE uint32_t ld_global_b32_if(const void* from, bool condition) {
   uint32_t x;
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.b32 %0, [%1]; }"

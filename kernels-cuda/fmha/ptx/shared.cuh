@@ -77,9 +77,9 @@ FMHA_DEVICE void stmatrix_x4(uint32_t row_address, const uint32_t (&v)[4]) {
                : "memory");
 }
 
-// needs: sm_90. The same, transposed; lanes 8 j .. 8 j + 7 give where the rows of the j-th go, 16
-// bytes each. Lane l has of each column l / 4, rows 2 (l % 4) and the next.
-// PTX ISA: stmatrix.
+// needs: sm_90. stmatrix_x4 transposed; lanes 8 j .. 8 j + 7 have
+// the addresses of the j-th matrix's rows. Lane l has column l /
+// 4 of each, rows 2 (l % 4) and the next. PTX ISA: stmatrix.
 FMHA_DEVICE void stmatrix_x4_trans(uint32_t row_address, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(v[0]),
                "r"(v[1]), "r"(v[2]), "r"(v[3])

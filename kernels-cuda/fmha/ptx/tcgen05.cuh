@@ -55,8 +55,8 @@ FMHA_DEVICE void tcgen05_commit(Barrier& barrier) {
                : "memory");
 }
 
-// needs: sm_100a. The same of products of a pair of CTAs, at the same barrier of every CTA whose bit is in `ctas`.
-// PTX ISA: tcgen05.commit, .multicast::cluster.
+// needs: sm_100a. tcgen05_commit for products of a pair of CTAs, at this barrier in
+// every CTA whose bit is in `ctas`. PTX ISA: tcgen05.commit, .multicast::cluster.
 FMHA_DEVICE void tcgen05_commit_pair(Barrier& barrier, uint16_t ctas) {
   asm volatile(
       "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(
@@ -85,8 +85,8 @@ FMHA_DEVICE void tcgen05_mma_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t ins
   }
 }
 
-// needs: sm_100a. The same with A in tensor memory, packed along the columns.
-// PTX ISA: tcgen05.mma.
+// needs: sm_100a. tcgen05_mma_ss with A in tensor memory,
+// packed along the columns. PTX ISA: tcgen05.mma.
 template <int cta_group, MmaKind kind>
 FMHA_DEVICE void tcgen05_mma_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, bool accumulate) {
   if constexpr (kind == MmaKind::F16) {
@@ -122,8 +122,8 @@ FMHA_DEVICE void tcgen05_mma_block32_ss(uint32_t d, uint64_t a, uint64_t b, uint
       : "memory");
 }
 
-// needs: sm_100f. The same with A in tensor memory, packed along the columns.
-// PTX ISA: tcgen05.mma, .block_scale.
+// needs: sm_100f. tcgen05_mma_block32_ss with A in tensor memory,
+// packed along the columns. PTX ISA: tcgen05.mma, .block_scale.
 FMHA_DEVICE void tcgen05_mma_block32_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
                                         uint32_t scales_b, bool accumulate) {
   asm volatile(

@@ -63,8 +63,8 @@ FMHA_DEVICE void cp_async_bulk_tensor_4d_pair(uint32_t to, const TensorMap& map,
       : "memory");
 }
 
-// needs: sm_100a. The same of five dimensions.
-// PTX ISA: cp.async.bulk.tensor, .cta_group::2.
+// needs: sm_100a. cp_async_bulk_tensor_4d_pair for five
+// dimensions. PTX ISA: cp.async.bulk.tensor, .cta_group::2.
 FMHA_DEVICE void cp_async_bulk_tensor_5d_pair(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t c0,
                                               int32_t c1, int32_t c2, int32_t c3, int32_t c4, CacheHint hint) {
   asm volatile(

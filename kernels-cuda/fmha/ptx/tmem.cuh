@@ -37,8 +37,8 @@ FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[32]) {
                  "+r"(r[24]), "+r"(r[25]), "+r"(r[26]), "+r"(r[27]), "+r"(r[28]), "+r"(r[29]), "+r"(r[30]), "+r"(r[31]));
 }
 
-// No instruction: the same of a number that was made by a load.
-// PTX ISA: tcgen05.ld.red.
+// No instruction: tcgen05_loaded for the number of a
+// reducing load. PTX ISA: tcgen05.ld.red.
 FMHA_DEVICE void tcgen05_loaded(float& x) { asm volatile("" : "+f"(x)); }
 
 // needs: sm_100a. Waits until this thread's stores to tensor memory are done.

@@ -37,8 +37,8 @@ FMHA_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// needs: sm_90a. Waits until the pool has them.
-// PTX ISA: setmaxnreg.
+// needs: sm_90a. Takes registers, waiting until the pool
+// has enough. PTX ISA: setmaxnreg.
 template <int registers>
 FMHA_DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));

@@ -1,4 +1,4 @@
-// Lanes of the kernels in `fmha/simt`: a warp's, and how a grid of any number of whole warps takes rows.
+// Lanes of the kernels in `fmha/simt`: those of a warp, and how a grid of any number of whole warps processes rows.
 #pragma once
 #include <fmha/portable.h>
 #include <fmha/ptx/collective.cuh>

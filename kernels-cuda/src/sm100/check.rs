@@ -1,5 +1,5 @@
-//! Fields of the tile by name, `block_m=128 stages=3`, as the command, the benches and plan options say it;
-//! which go together.
+//! Fields of the tile by name (`block_m=128 stages=3`), as in the command, the benches and plan options, and checks
+//! of their combinations.
 
 use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::{FwdSpec, KvKind};
@@ -12,7 +12,7 @@ impl Sm100Tile {
     /// Sets one field from its name and value.
     ///
     /// # Errors
-    /// A text that names the field, the value and what the field takes.
+    /// A text with the field, the value and the allowed values.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
         self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
         if self.split_keys == 0 && name == "split_keys" {
@@ -114,10 +114,10 @@ impl Sm100Tile {
         Ok(())
     }
 
-    /// Whether lists of tiles, as masks have them, serve the tile.
+    /// Checks that the tile can use lists of tiles under masks.
     ///
     /// # Errors
-    /// A text that names the field whose tiles are not one head's, with all of its keys.
+    /// A text with the field that gives tiles of several heads or of only a part of the keys.
     pub fn check_lists(&self) -> Result<(), String> {
         for (field, value, is_set) in [
             ("cluster", self.cluster, self.cluster > 1),

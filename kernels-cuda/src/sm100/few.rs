@@ -1,6 +1,5 @@
-//! Few queries over many keys: the ways in which a tile can have them, and which is cheapest.
-//!
-//! The [price] is the one of Hopper's kernels; its constants for Blackwell are modelled, and nothing is measured.
+//! Few queries over many keys: the possible ways to divide the keys among CTAs, and the cheapest by the [price].
+//! The price is that of Hopper's kernels; its constants for Blackwell are modelled, not measured.
 
 use fmha_core::FwdProblem;
 
@@ -9,7 +8,8 @@ use crate::schedule::TileOrder;
 use crate::split::price::{self, CONSTANTS, Common, Keys, Rates, Walk};
 use crate::split::{self, Shares};
 
-/// Rows of a kv head's group up to which unlike sequences are walked in shares, and queries.
+/// Most rows of a kv head's group for which sequences of different lengths are divided into shares; then the same
+/// for queries.
 const MOST_ROWS: u32 = 512;
 const MOST_QUERIES: u32 = 32;
 
@@ -19,10 +19,11 @@ const MOST_PARTS: u32 = 128;
 /// Operations a microsecond of a multiprocessor's tensor cores: modelled, an HGX B200's 2.25 PFLOP/s of 148.
 const PRODUCTS: f64 = 15.2e6;
 
-/// Bytes a microsecond that memory gives: modelled, of a B200's 8 TB/s the share that an H200 gives of its 4.8.
+/// Modelled memory rate in bytes per microsecond: of a B200's 8 TB/s the share that an H200 reaches of its 4.8
+/// TB/s.
 const MEMORY: f64 = 6.7e6;
 
-/// Whether a problem's queries are few, and may stand over a cache.
+/// Whether a problem has few queries, probably over a cache.
 pub(super) fn are_few(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
     let is_cache = dims.seqlen_k > dims.seqlen_q || problem.layout.seqused_k;
@@ -31,7 +32,7 @@ pub(super) fn are_few(problem: &FwdProblem) -> bool {
         && dims.seqlen_q.saturating_mul(problem.gqa_ratio()) <= MOST_ROWS
 }
 
-/// The tile whose CTAs have its keys in the way of the lowest price.
+/// The tile with the way to divide its keys that has the lowest price.
 pub(super) fn deal(problem: &FwdProblem, tile: Sm100Tile, num_sms: u32) -> Sm100Tile {
     let priced = ways(problem, tile, num_sms)
         .into_iter()
@@ -39,8 +40,8 @@ pub(super) fn deal(problem: &FwdProblem, tile: Sm100Tile, num_sms: u32) -> Sm100
     price::cheapest(priced).unwrap_or(tile)
 }
 
-/// All ways in which the tile of few queries can have its keys: whole, in parts of several lengths, and in equal
-/// shares. Fewer keys than two parts are never cut, which a batch-invariant plan relies on.
+/// All ways to divide the keys of a tile of few queries: not at all, into parts of several lengths, and into equal
+/// shares. Keys fewer than two parts are never divided, which a batch-invariant plan relies on.
 #[must_use]
 pub fn ways(problem: &FwdProblem, tile: Sm100Tile, num_sms: u32) -> Vec<Sm100Tile> {
     let whole = Sm100Tile { split_keys: 0, shares: 0, ..tile };
@@ -48,7 +49,7 @@ pub fn ways(problem: &FwdProblem, tile: Sm100Tile, num_sms: u32) -> Vec<Sm100Til
         return vec![whole];
     }
     let (seqlen_k, block_n) = (problem.dims.seqlen_k, tile.block_n.unsigned_abs());
-    // Parts are about as long as each other, so that no counter is cleared and asked.
+    // Parts are about equally long, so a static order serves and no counter must be cleared and read.
     let cut = Sm100Tile { order: TileOrder::Static, ..whole };
     let parts = price::keys_of_parts(seqlen_k, block_n, MOST_PARTS)
         .map(|keys| Sm100Tile { split_keys: keys.min(1 << 23).cast_signed(), ..cut });
@@ -59,7 +60,8 @@ pub fn ways(problem: &FwdProblem, tile: Sm100Tile, num_sms: u32) -> Vec<Sm100Til
     [whole].into_iter().chain(parts).chain(shares).collect()
 }
 
-/// Microseconds of a call by the price with modelled constants; none of more tiles than a schedule counts.
+/// Microseconds of a call by the price with modelled constants; `None` if there are more tiles than a schedule
+/// counts.
 fn micros(problem: &FwdProblem, tile: &Sm100Tile, num_sms: u32) -> Option<f64> {
     let whole = Sm100Tile { split_keys: 0, shares: 0, ..*tile };
     let tiles = whole.schedule(problem).ok()?.num_tiles.unsigned_abs();
@@ -127,7 +129,7 @@ mod tests {
         }
     }
 
-    /// Parts are stored 16 bytes at a time, whatever O's rows are; the whole is not.
+    /// A tile without parts stores like O allows: only parts are always stored 16 bytes at a time.
     #[test]
     fn a_tile_that_drops_its_parts_stores_as_o_allows() {
         let mut problem = decode(1, 1, (8, 2), 2000, KvLayout::Strided);
@@ -142,7 +144,7 @@ mod tests {
         assert!(!invariant.vector_store && invariant.split_keys == 0, "{invariant:?}");
     }
 
-    /// A box is what a page and a block have in common.
+    /// Pages are loaded in boxes of 8 rows or more: a box is the common divisor of a page and a block.
     #[test]
     fn pages_come_by_boxes_of_8_rows_and_more_else_by_copies() {
         for (page_size, keys) in

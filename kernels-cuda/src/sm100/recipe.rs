@@ -1,4 +1,4 @@
-//! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
+//! The recipe of the Blackwell forward kernel: supported problems, tile, tensor maps.
 
 use std::ffi::c_void;
 
@@ -31,7 +31,7 @@ pub struct Sm100 {
     tile: Sm100Tile,
     schedule: TileSchedule,
     list: Option<TileListPlan>,
-    /// The kernel's part of the workspace, before that of the launch which updates the cache.
+    /// The kernel's own part of the workspace, which precedes that of the cache update.
     own: Workspace,
 }
 
@@ -110,7 +110,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             grid,
             shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
-            // One CTA an SM: it takes all of tensor memory.
+            // One CTA per SM, since it allocates all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
         };
         let cut = (tile.cut(problem), at_once.queries, spec.dtype_qk);
@@ -122,10 +122,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             workspace: update::workspace(problem, own).map_err(refuse)?,
             promises: Promises {
                 deterministic: true,
-                // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head
-                // dimensions': blocks that only other rows of its tile see add zeros. But a short query's keys may be
-                // split, a long one's are not.
-                // Lists have what is cut for any row of a tile first, so that a row's order is its tile's.
+                // Batch invariance: one thread computes a row, its key blocks begin at the sequence's first key and
+                // have a size given by the head dimensions; blocks that only other rows of the tile see add zeros.
+                // It does not hold if a short query's keys may be split, since a long one's are not, nor with
+                // lists, in which blocks cut for any row of the tile come first.
                 batch_invariant: list.is_none()
                     && (!is_split || tile.fixed_parts)
                     && tile.cluster == 1
@@ -157,7 +157,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
     fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
         match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q if problem.cache.rotary.is_some() => 1,
             _ => alignment(problem, operand, tile.copy_bytes, tile.vector_store && tile.split_keys == 0),
         }
@@ -226,10 +226,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
     }
 }
 
-/// The tile for a problem, the one that `like` has: the same problem over a cache that lies otherwise.
+/// The tile for a problem, equal to that of `like`, the same problem with another cache layout.
 ///
 /// # Errors
-/// The field that it does not take, and its number.
+/// The field that the kernel does not support, and its value.
 pub(crate) fn fit_like(
     like: &ValidFwd,
     problem: &ValidFwd,
@@ -248,8 +248,8 @@ pub(crate) fn fit_like(
     if options.accuracy == Accuracy::Exact {
         own.lazy_rescale_log2 = 0;
     }
-    // Merged parts round differently from the whole, which a longer query has; a pair of CTAs, which a short query has
-    // not, takes more keys a block.
+    // Merged parts round differently from unsplit keys, which a longer query has; a pair of CTAs, which a short
+    // query does not have, uses more keys per block.
     if options.batch_invariant {
         own = own.batch_invariant(like);
         if tile_list::serve(problem) {
@@ -259,7 +259,7 @@ pub(crate) fn fit_like(
     fitted(own, fields, problem, facts).map_err(refuse)
 }
 
-/// Checks that the device has what the kernel is made of.
+/// Checks that the device has the instructions that the kernel uses.
 ///
 /// # Errors
 /// The architecture, and what it lacks.
@@ -270,7 +270,7 @@ pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
 /// The tile with some fields set, if it fits the problem and the device.
 ///
 /// # Errors
-/// A text that names the fields and numbers that do not go together.
+/// A text with the incompatible fields and their values.
 fn fitted(
     mut tile: Sm100Tile,
     fields: &TileOptions,
@@ -296,10 +296,11 @@ fn fitted(
     Ok(tile)
 }
 
-/// The lists of a problem's tiles where masks have any, behind `before` of the workspace, and the whole workspace.
+/// Plans the lists of a problem's tiles, if masks need lists, after `before` in the workspace; also returns the
+/// whole workspace.
 ///
 /// # Errors
-/// More rows or bytes than lists have.
+/// More rows or bytes than lists may have.
 fn list_of(
     problem: &ValidFwd,
     tile: &Sm100Tile,
@@ -314,7 +315,7 @@ fn list_of(
     Ok((Some(list), workspace))
 }
 
-/// Boxes that TMA loads; of Q where it lies `turned`, if it is.
+/// Boxes that TMA loads; Q's box is that of the rotated copy if `turned` is given.
 pub(crate) fn boxes(problem: &ValidFwd, tile: &Sm100Tile, turned_q: Option<View>) -> Boxes {
     let spec = sm100::spec_of(problem);
     Boxes {

@@ -1,4 +1,4 @@
-//! The Blackwell backward: its launches, its workspace, its tensor maps.
+//! The recipe of the Blackwell backward: its launches, workspace and tensor maps.
 
 use std::ffi::c_void;
 
@@ -21,7 +21,7 @@ use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile, units};
 use crate::tile_list::{self, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap};
 
-/// The backward on tcgen05, its rows before and after.
+/// The backward on tcgen05, with the row launches before and after it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm100Bwd {
     tile: Sm100BwdTile,
@@ -150,7 +150,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             .map(|tile| sm80_bwd::recipe::launch_of(problem, &of_rows, &tile, facts))
             .transpose()
             .map_err(refuse)?;
-        // Gradients of captured tensors are added to in memory, by whoever comes first.
+        // Gradients of captured tensors are added in global memory, in arbitrary order.
         let captured = captured_launches(problem, &workspace, facts, false).map_err(refuse)?;
         let in_order = captured.is_empty();
         let behind = [finish].into_iter().chain(dsink).chain(dbias).chain(captured);
@@ -159,10 +159,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             launches: Launches::new(lists.into_iter().chain(ranks).chain([stats]), main, behind),
             workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
-                // Sums of dQ without an order are deterministic only where a single block of keys adds to
-                // them.
+                // Unordered sums of dQ are deterministic only if a single block of keys adds to them.
                 deterministic: in_order && (is_ordered || dims.seqlen_k <= BLOCK),
-                // Lists have what is cut for any row of a tile first.
+                // With lists a row's order depends on its tile, since blocks cut for any row of the tile come
+                // first.
                 batch_invariant: list.is_none() && in_order && is_ordered && options.tile.is_empty(),
                 row_invariant: false,
                 graph_capturable: true,
@@ -211,7 +211,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         for step in steps.iter() {
             let asks_masks = list.is_some() && matches!(step.stage, Stage::Prepare | Stage::FinishDq);
             match (step.stage, &mut list) {
-                // Without queries or keys no list has a tile, and none is read.
+                // Without queries or keys no list has a tile, and no kernel reads one.
                 (stage, Some(list))
                     if stage.makes_lists()
                         && dims.seqlen_q > 0
@@ -224,9 +224,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                     // covers the problem, and the workspace is as large as the plan said.
                     unsafe { step.launch(&mut arguments, call.stream)? };
                 }
-                // A mask object has made them, or nobody reads them.
+                // Lists are skipped if a mask object has made them, or if no kernel reads them.
                 (stage, _) if stage.makes_lists() => {}
-                // Without keys there is no block of them, nor a tensor for the maps.
+                // Without keys there is no block of keys, and no tensor for the maps.
                 (Stage::Main, _) if dims.seqlen_k == 0 => {}
                 (Stage::Main, list) => {
                     let mut maps = maps::<V::Driver>(call)?;

@@ -1,4 +1,4 @@
-//! The kernel of mma.sync, for every architecture from sm_80 on: which problems it takes, its tile.
+//! The recipe of the forward kernel on mma.sync, for every architecture from sm_80 on: supported problems and tile.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
@@ -122,9 +122,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A row's key blocks begin at the sequence's first key, their size is the head dimensions',
-                // and blocks that only other rows see are left out or add zeros. But a short query's keys may
-                // be split, a long one's not, unless parts have as many keys of every sequence.
+                // Batch invariance: a row's key blocks begin at the sequence's first key and have a size given by
+                // the head dimensions; blocks that only other rows see are skipped or add zeros. It does not hold
+                // if a short query's keys may be split, since a long one's are not, unless parts have a fixed
+                // number of keys.
                 batch_invariant: (!is_split || tile.fixed_parts && !problem.walks_lists())
                     && (problem.walks_lists() || tile.block_n == invariant_block(problem, facts, options))
                     && (options.batch_invariant
@@ -152,7 +153,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let has_keys = problem.shape_k().seq > 0;
         let loads = |name| u64::from(sm80::bytes_at_a_time(problem, name, tile.copy_bytes).unsigned_abs());
         match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q if problem.cache.rotary.is_none() => loads("q"),
             Operand::K | Operand::SecondK | Operand::SecondV if tile.row_bytes > 0 && has_keys => 16,
             Operand::K if has_keys => loads("k"),
@@ -184,8 +185,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let main = |params: &mut FwdParams, (first, count)| {
             let (mut rows, mut tree, mut masks) = (schedule.of_blocks(first, count), tree, masks);
             let mut listed = listed;
-            // Kernels without a tree, masks or lists take one argument fewer; the driver reads as many as a
-            // kernel has.
+            // Kernels without a tree, masks or lists have one argument fewer; the driver reads as many as a kernel
+            // declares.
             let last = match (by_tma, has_masks) {
                 _ if call.problem.walks_lists() => listed.as_mut_ptr(),
                 (true, _) => (&raw const maps).cast_mut().cast(),
@@ -253,10 +254,11 @@ fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOption
     shared.unwrap_or_else(|| sm80::default_tile(&FwdSpec::of(problem), room(facts)).block_n)
 }
 
-/// Spec of the main kernel. Its dropout reads a keep mask that another launch writes.
+/// Spec of the main kernel. With dropout the kernel reads a keep mask that another launch writes.
 fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
-    // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
+    // With masks as data the spec says that keys are hidden, as a band would, so that the kernel handles NaN in
+    // hidden rows of V.
     if problem.walks_lists() {
         return lists::spec(spec);
     }
@@ -323,15 +325,15 @@ pub(crate) fn room(facts: &DeviceFacts) -> Room {
     Room { smem_bytes: i32::try_from(facts.smem_bytes).unwrap_or(i32::MAX), num_sms: facts.num_sms }
 }
 
-/// Whether K and V come by TMA where they can: where mma.sync is all that the tensor cores have (GeForce).
-/// Hopper and Blackwell have kernels of their own, beside which this one serves what they refuse.
+/// Whether K and V should be loaded by TMA if possible: on devices whose tensor cores have only mma.sync (GeForce).
+/// Hopper and Blackwell have kernels of their own, and this kernel serves what those refuse.
 fn prefers_tma(facts: &DeviceFacts) -> bool {
     let has = facts.instructions;
     has.tma && !has.wgmma && !has.tcgen05
 }
 
-/// The table's tile, whose K and V come by TMA where that is better: for whole sequences, and not for parts that a
-/// batch-invariant plan has.
+/// The table's tile, with K and V loaded by TMA if that is better: for unsplit keys, and not for parts of a
+/// batch-invariant plan.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> Sm80Tile {
     let tile = sm80::choose_tile(problem, room(facts));
     let has_parts =
@@ -350,7 +352,7 @@ fn boxes(problem: &ValidFwd, tile: &Sm80Tile) -> Boxes {
     Boxes { q: [k[0], 1, 1, 1, 1], k, v, bias: None, prepared_v: None, turned_q: None }
 }
 
-/// Checks that the device has what the kernels are made of.
+/// Checks that the device has the instructions that the kernels use.
 ///
 /// # Errors
 /// The architecture, and what it lacks.

@@ -14,7 +14,7 @@ use crate::operands::refuse_unlike_rows;
 use crate::sm80_bwd::{BwdSums, Sm80BwdTile};
 use crate::{row_order, sm80, sm80_bwd};
 
-/// The kernels, with what their launches need.
+/// The kernels, with the numbers that their launches need.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm80Bwd {
     workspace: BwdWorkspace,
@@ -141,7 +141,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
                 facts.row_launch(at, RowKernel::SimtCaptured, &spec, [captured_elems.div_ceil(32), 0]);
             sums.push(launch.map_err(refuse)?);
         }
-        // dQ's, of which every problem has one, or that of all three.
+        // The main launch is that of dQ, which every problem has, or that of all three gradients.
         let main = sums.remove(0);
         let of = |tile: &Sm80BwdTile| {
             format!("{} {} x {}, {} stages", tile.sums.name(), tile.rows, tile.columns, tile.stages)
@@ -162,8 +162,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
                 zeroed_bytes: if one_pass || captured_elems > 0 { workspace.bytes } else { 0 },
             },
             promises: Promises {
-                // A row's gradients are one warp's sums, over blocks of its own sequence that begin at its first row.
-                // Gradients of captured tensors are added to in memory, by whoever comes first.
+                // One warp sums a row's gradients, over blocks that begin at the first row of its own sequence.
+                // Gradients of captured tensors are added in global memory in arbitrary order, so they are not
+                // deterministic.
                 deterministic: !one_pass && captured_elems == 0,
                 batch_invariant: options.tile.is_empty() && !one_pass,
                 row_invariant: options.row_invariant
@@ -206,10 +207,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     }
 }
 
-/// A tile's launch, which takes [`BwdParams`](fmha_core::abi::BwdParams).
+/// The launch of a tile; its argument is [`BwdParams`](fmha_core::abi::BwdParams).
 ///
 /// # Errors
-/// Of 2^31 CTAs or more.
+/// A launch of 2^31 CTAs or more.
 pub(crate) fn launch_of(
     problem: &ValidBwd,
     spec: &BwdSpec,
@@ -258,8 +259,8 @@ pub(crate) fn too_many_tiles(dims: Dims) -> String {
     )
 }
 
-/// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums
-/// are to have an order.
+/// Whether dQ is summed in global memory in the launch of dK and dV: as the tile or the model chooses, but never if
+/// sums must be ordered.
 fn adds_dq(ways: &Candidates<bool>, options: &PlanOptions, has_masks: bool) -> bool {
     match options.tile.iter().find(|(key, _)| key == "one_pass") {
         Some((_, value)) => matches!(value.as_str(), "1" | "true"),

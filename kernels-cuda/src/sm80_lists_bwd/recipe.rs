@@ -13,7 +13,7 @@ use crate::sm80_bwd;
 use crate::sm80_bwd::recipe::too_many_tiles;
 use crate::sm80_lists_bwd::{self as lists, NAME, Sm80ListsBwdTile};
 
-/// The kernel, with what its launches need.
+/// The kernel, with the numbers that its launches need.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm80ListsBwd {
     workspace: BwdWorkspace,
@@ -108,8 +108,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
             launches: Launches::new([stats], main, of_keys.into_iter().chain([finish]).chain(dsink)),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
             promises: Promises {
-                // A key's sums are those of one CTA, over tokens and heads in their order; or are added to in
-                // memory, in any order.
+                // Either one CTA sums a key's gradients over tokens and heads in order, or sums are in global
+                // memory in arbitrary order.
                 deterministic: ordered,
                 batch_invariant: ordered,
                 row_invariant: false,

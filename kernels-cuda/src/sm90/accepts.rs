@@ -8,10 +8,10 @@ use crate::operands::{
 };
 use crate::tile_list;
 
-/// Refusals that Hopper's and Blackwell's kernels have in common, in the name of either.
+/// Refusals common to Hopper's and Blackwell's kernels, in the name of `kernel`.
 ///
 /// # Errors
-/// The first fact that it does not take.
+/// The first fact that the kernel does not support.
 pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(kernel, reason));
     problem.refuse_dropout_between_quads(kernel)?;
@@ -78,8 +78,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses what happens to a cache besides being read, and caches of FP8 beside 16 bits that TMA does not bring in
-/// whole words.
+/// Refuses cache updates, and FP8 caches under 16-bit queries that TMA cannot load in whole words.
 fn takes_cache(problem: &FwdProblem) -> Result<(), Refusal> {
     let Some(cache) = problem.cache.dtype else { return problem.refuse_cache_updates(NAME) };
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
@@ -114,22 +113,23 @@ fn takes_cache(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Keys of the smallest block, of which all others are multiples.
+/// Keys of the smallest block; all other blocks are multiples.
 const LEAST_BLOCK: i32 = 16;
 
-/// Whether TMA brings the pages of a problem that the kernel [`accepts`]: those of whole lines of 8 rows at strides of
-/// whole 16 bytes. Of others three warps copy row by row, each behind its own look-up, which was never measured.
+/// Whether TMA can load the pages of a problem that the kernel [`accepts`]: pages with a multiple of 8 rows, at
+/// strides that are multiples of 16 bytes. Other pages are copied by three warps row by row, with a table look-up
+/// for each row, which was never measured.
 #[must_use]
 pub fn reads_pages_by_tma(problem: &FwdProblem) -> bool {
     problem.layout.kv.is_paged() && !has_odd_pages(problem, LEAST_BLOCK) && odd_stride(problem).is_none()
 }
 
-/// Whether the kernel reads a problem's keys where they are, unasked.
+/// Whether the kernel reads a problem's keys in place by default.
 pub(crate) fn reads_as_it_lies(problem: &FwdProblem) -> bool {
     accepts(problem).is_ok() && (!problem.layout.kv.is_paged() || reads_pages_by_tma(problem))
 }
 
-/// The first stride of an elementwise bias that TMA does not take, if there is one.
+/// The first stride of an elementwise bias that TMA does not support, if there is one.
 pub(crate) fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
     let Bias::Elementwise(bias) = problem.score.bias else {
         return None;

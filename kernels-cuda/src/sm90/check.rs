@@ -10,14 +10,14 @@ use crate::round_up;
 use crate::split;
 
 impl Sm90Tile {
-    /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed
-    /// heads and copies a bias by TMA, `cluster=1` its heads, parts of the keys clusters, `skip_row_max` and
-    /// `prepare_v`, as these do parts of the keys; a `pv` that is not `f16` any more lazy rescaling, one that
-    /// flushes nothing `output_columns`; `lazy_rescale_log2=0` `skip_row_max`. [`Sm90Tile::check`] refuses it
-    /// if a later word brings it back.
+    /// Sets one field from its name and value. Fields that are incompatible with the new value are reset: clusters,
+    /// packed heads and copies reset the bias by TMA; `cluster=1` resets `cluster_heads`; parts of the keys reset
+    /// clusters, `skip_row_max` and `prepare_v`, and these reset parts; a `pv` other than `f16` resets lazy
+    /// rescaling; one without flushing resets `output_columns`; `lazy_rescale_log2=0` resets `skip_row_max`.
+    /// [`Sm90Tile::check`] refuses the tile if a later field sets one of them again.
     ///
     /// # Errors
-    /// A text that names the field, the value and what the field takes.
+    /// A text with the field, the value and the allowed values.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
         let was = *self;
         self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
@@ -65,7 +65,7 @@ impl Sm90Tile {
         Ok(())
     }
 
-    /// Whether a tile can see a part of its sequence's keys.
+    /// Whether a tile may have only a part of its sequence's keys.
     pub(super) fn takes_parts(&self) -> bool {
         self.cluster == 1 && !self.skip_row_max && self.prepare_v == PrepareV::InTile
     }
@@ -252,7 +252,7 @@ impl Sm90Tile {
         Ok(())
     }
 
-    /// Checks the fields for FP8, and those that are for FP8 alone.
+    /// Checks fields with FP8, and fields that need FP8.
     fn check_fp8(&self, spec: &FwdSpec) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
         let (qk, v) = (spec.dtype_qk, spec.dtype_v);
@@ -377,7 +377,7 @@ mod tests {
     #[test]
     fn every_field_can_be_set_to_what_it_has_and_to_all_that_tuning_tries() {
         let tile = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
-        // Groups, pages and what a cache is stored in follow from the problem.
+        // Fields for groups, pages and the cache's type follow from the problem.
         let is_set = |name: &str| !["whole_groups", "page_keys", "stored", "raw_stages"].contains(&name);
         let values = tile.named_values().into_iter().filter(|(name, _)| is_set(name));
         let fields = Sm90Tile::fields().iter().filter(|field| is_set(field.name));

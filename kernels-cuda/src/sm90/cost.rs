@@ -1,9 +1,9 @@
 //! Cost of a forward call, by a model: of tiles of other shapes, and of each order of a masked call's tiles.
 //!
-//! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed
-//! order costs nothing to ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step
-//! of the stream's before the launch, and evens them out. The numbers were fitted to `measured.tsv`, which a
-//! test holds the choices to; the rates are an H200's.
+//! A worker (a CTA or a cluster) computes tiles one after another, each with some blocks of keys. A fixed order
+//! costs nothing, but leaves workers idle if tiles differ in length; a counter balances them, but must be cleared
+//! by a step before the launch. The numbers were fitted to `measured.tsv`, against which a test checks the choices;
+//! the rates are an H200's.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -16,8 +16,7 @@ use super::table::{default_tile, modifies, widest};
 use super::{PrepareV, Sm90Tile, TileOrder, product_dim, spec_of};
 use crate::schedule::TileSchedule;
 
-/// Rate of a multiprocessor within a long walk of blocks, TFLOP/s of its products' operations: a 132nd of an
-/// H200's.
+/// Rate of one multiprocessor in a long loop over blocks, in TFLOP/s of its products: 1/132 of an H200's.
 fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     let device = match (dim, is_fp8) {
         (..=64, false) => 640.0,
@@ -32,8 +31,8 @@ fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     device / 132.0
 }
 
-/// Share of that rate that a tile of so many rows reaches: with fewer warpgroups no products run beneath the
-/// exponentials of one. Fitted to calls whose longest tile is the call.
+/// Share of that rate that a tile with this many rows reaches: with a single warpgroup no products overlap its
+/// exponentials. Fitted to calls that take as long as their longest tile.
 fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     match (row, block_m) {
         (128, 128) if is_fp8 => 0.95,
@@ -49,25 +48,24 @@ fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     }
 }
 
-/// Cost of a block besides its keys, in keys.
+/// Fixed cost of a block, in units of one key.
 const KEYS_BESIDE: f64 = 8.0;
 
-/// A gain by another shape is to be this share of it at least.
+/// Least relative gain for which another shape is chosen.
 pub const LEAST_GAIN_OF_SHAPE: f64 = 0.05;
 
 /// Microseconds of a launch besides its tiles.
 const LAUNCH_MICROS: f64 = 3.0;
-/// Microseconds of a tile besides its blocks: its first loads, and the end of its walk.
+/// Microseconds of a tile besides its blocks: its first loads, and its end.
 const TILE_MICROS: f64 = 1.2;
-/// Microseconds of the counter that dynamic orders take tile indices from: the launch waits for the step that
-/// clears it.
+/// Microseconds of the counter of dynamic orders: the launch waits for the step that clears it.
 const COUNTER_MICROS: f64 = 3.0;
 
-/// Most rounds of tiles that the model simulates one by one: with more of them a fixed order never won, and
-/// planning must be quick.
+/// Most rounds of tiles that the model simulates one by one: with more rounds a fixed order never won, and planning
+/// must be quick.
 const MOST_ROUNDS: u32 = 8;
 
-/// Least gain for which a fixed order is taken: it cannot even out what the model does not know, such as rows
+/// Least gain for which a fixed order is chosen: it cannot balance differences that the model lacks, such as rows
 /// that take exact maxima.
 pub const LEAST_GAIN_OF_ORDER: f64 = 0.02;
 
@@ -77,8 +75,8 @@ fn knows_lengths(problem: &FwdProblem) -> bool {
     (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided) && !layout.seqused_q && !layout.seqused_k
 }
 
-/// Whether a call's tiles may have either order: of a causal mask, and of FP8 without one, whose tiles come
-/// as they do where many rescale their sums often.
+/// Whether a call's tiles may have either order: with a causal mask, and with FP8 without a mask, where a dynamic
+/// order is better if many tiles often rescale.
 pub(super) fn has_orders(problem: &FwdProblem) -> bool {
     match problem.mask.kind() {
         MaskKind::Upper => true,
@@ -87,8 +85,8 @@ pub(super) fn has_orders(problem: &FwdProblem) -> bool {
     }
 }
 
-/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands:
-/// windowed calls and unmasked ones of 16 bits, lengths that are not the problem's, clusters.
+/// The orders that a call's tiles may have, the tile's own first. Empty if the table's rule decides: for windows,
+/// for unmasked 16-bit calls, for packed lengths, and for clusters.
 pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
     let Ok(schedule) = tile.schedule(problem) else { return Candidates::default() };
     let tiles = schedule.num_tiles.unsigned_abs();
@@ -107,8 +105,8 @@ pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
     }))
 }
 
-/// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside the tile's
-/// own: fewer rows where tiles are few, and without a mask other keys where blocks are few.
+/// Query rows and keys of tiles, besides the tile's own, of calls that differ from the problem only in sizes: fewer
+/// rows if tiles are few, and without a mask other keys if blocks are few.
 pub(super) fn shapes_of_other_sizes(
     tile: &Sm90Tile,
     problem: &FwdProblem,
@@ -134,10 +132,10 @@ pub(super) fn shapes_of_other_sizes(
     heights.chain(widths).filter(taken).collect()
 }
 
-/// The shapes that a call's tiles may have, its own first; empty where the table's stands: where keys are cut
-/// or shared, scores are modified, lengths are not the problem's, and where tiles are many. Few tiles are
-/// faster of fewer rows, since the longest one is the call; few blocks of keys, without a mask, of a number
-/// of keys that leaves little of the last one empty.
+/// The shapes that a call's tiles may have, its own first. Empty if the table decides: if keys are split or shared,
+/// scores are modified, lengths are packed, or tiles are many. If tiles are few, fewer rows are faster, since the
+/// longest tile decides; if blocks of keys are few and there is no mask, a block size that fills the last block is
+/// faster.
 pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
     let spec = spec_of(problem);
     let dims = problem.dims;
@@ -145,7 +143,7 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
         return Candidates::default();
     }
     let own = (tile.block_m, tile.block_n);
-    // A call of one or two blocks costs little besides its launch.
+    // A call of one or two blocks takes little more than its launch.
     let has_walk = dims.seqlen_k > 2 * own.1.unsigned_abs();
     let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
     let is_of_these_sizes = |&(rows, keys): &(i32, i32)| {
@@ -176,7 +174,7 @@ fn takes_shapes(tile: &Sm90Tile, problem: &FwdProblem, spec: &FwdSpec) -> bool {
         && tile.cluster == 1
 }
 
-/// Beyond so many blocks of keys what the last one wastes is little.
+/// Largest number of key blocks for which the waste in the last block matters.
 const MOST_SHORT_BLOCKS: u32 = 16;
 
 /// Microseconds of a call of the problem's largest lengths.
@@ -186,7 +184,7 @@ pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSched
     let spec = spec_of(problem);
     let row = widest(&spec);
     let dim = product_dim(spec.head_dim_qk, spec.dtype_qk) + product_dim(spec.head_dim_v, spec.dtype_v);
-    // The table tile's rate already includes its blocks' cost besides keys.
+    // The rate of the table's tile already includes its blocks' fixed cost.
     let (keys, of_table) = (f64::from(tile.block_n), f64::from(default_tile(&spec).block_n));
     let keys = keys + KEYS_BESIDE * (1.0 - keys / of_table);
     let flops_a_block = 2.0 * f64::from(tile.block_m) * keys * f64::from(dim);
@@ -208,7 +206,7 @@ pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSched
     LAUNCH_MICROS + ends + if claims { COUNTER_MICROS } else { 0.0 }
 }
 
-/// Number of key blocks that each block of a head's rows sees, in the order in which tiles take them.
+/// Number of key blocks that each block of a head's rows sees, in the order of its tiles.
 fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule) -> Vec<u32> {
     let dims = problem.dims;
     let ratio = if tile.pack_gqa { problem.gqa_ratio() } else { 1 };
@@ -230,8 +228,8 @@ fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule
     }
 }
 
-/// The order of `resolve_tile` (common/work.cuh): an L2 head group after another, and in it a block of rows
-/// of every head.
+/// The tiles in the order of `resolve_tile` (common/work.cuh): L2 head groups one after another, and in a group
+/// each block of rows for every head.
 fn tiles_in_order<'a>(schedule: &TileSchedule, lengths: &'a [f64]) -> impl Iterator<Item = f64> + use<'a> {
     let (all, group) = (schedule.num_heads.max(0), schedule.heads_per_l2_group.max(1));
     (0..all).step_by(group.unsigned_abs() as usize).flat_map(move |first| {
@@ -255,7 +253,7 @@ fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bo
     busy.into_iter().fold(0.0, f64::max)
 }
 
-/// Time at which the last worker is done where each takes the next tile as soon as it is free.
+/// Time at which the last worker ends if each takes the next tile as soon as it is free.
 fn end_of_claims(tiles: impl Iterator<Item = f64>, workers: usize) -> f64 {
     // Whole nanoseconds have an order.
     let mut free: BinaryHeap<Reverse<u64>> = (0..workers).map(|_| Reverse(0)).collect();

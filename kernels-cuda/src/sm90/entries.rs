@@ -1,4 +1,4 @@
-//! Compiled text: the kernel's entries, and what they share with the host.
+//! Source text of the kernel's entries, and the header that they share with the host.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
@@ -18,16 +18,15 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, false)
 }
 
-/// Forward kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments,
-/// for tiles that [wait](Sm90Tile::waits_for_keys).
+/// Forward kernel for keys that arrive while it runs, with the argument [`ArrivalParams`] after the others, for
+/// tiles that [wait](Sm90Tile::waits_for_keys).
 #[must_use]
 pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, true)
 }
 
-/// Forward kernel under masks as data, and with `has_function` a mask as code. It takes
-/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) behind its other
-/// arguments.
+/// Forward kernel under masks as data, with `has_function` also under a mask as code. It has the arguments
+/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) after the others.
 #[must_use]
 pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile, has_function: bool) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -51,7 +50,7 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile, has_function: bool) -> Kernel
 /// Parameters that every entry has.
 const OPERANDS: &str = "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
                         const __grid_constant__ TileSchedule schedule";
-/// The bounds of an entry whose tile has no cluster.
+/// Launch bounds of an entry whose tile has no cluster.
 const BOUNDS: &str = "__launch_bounds__(sm90::num_threads(kTile), 1)";
 
 /// An entry's assertion that the device agrees on shared memory.
@@ -95,11 +94,11 @@ fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
     crate::source(entry.render(), move || rendered(&spec, &tile))
 }
 
-/// The headers of an entry that are rendered: its products, the schedule, what the host shares.
+/// The rendered headers of an entry: its products, the schedule, and the types shared with the host.
 pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 4] {
     let sums = Sums::F32;
     let q = if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared };
-    // Keys that one product of P V contracts, of which a block computed in part has whole steps.
+    // Number of keys that one product of P V contracts; a partly computed block is rounded up to whole products.
     let operand_v = tile.operand_v(spec);
     let depth = 32 / elem_bytes(operand_v);
     let shapes = [
@@ -120,7 +119,7 @@ pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 4] {
     [wgmma::header(&shapes), schedule::header(), host_header(), memory]
 }
 
-/// `fmha/sm90_host.h`: what this file shares with the device.
+/// `fmha/sm90_host.h`: the types that this file shares with the device.
 fn host_header() -> Header {
     let definitions = [
         PingPong::c_definition(),

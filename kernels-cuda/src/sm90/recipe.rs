@@ -1,4 +1,4 @@
-//! The Hopper kernel: which problems it takes, its tile, its tensor maps.
+//! The recipe of the Hopper forward kernel: supported problems, tile, tensor maps.
 
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::error::{Refusal, Result};
@@ -32,7 +32,7 @@ pub struct Sm90 {
     list: Option<TileListPlan>,
 }
 
-/// A V that is prepared in the workspace: what of it, and where its parts begin.
+/// A V that is prepared in the workspace: its parameters, and the offsets of its parts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct ValuesPlan {
     values: PreparedValues,
@@ -41,7 +41,7 @@ struct ValuesPlan {
 }
 
 impl ValuesPlan {
-    /// Places prepared values behind the tile counter, and returns the whole workspace too.
+    /// Places prepared values after the tile counter; returns the whole workspace too.
     fn new(values: PreparedValues, tile: &Sm90Tile, spec: &FwdSpec, counter_bytes: u64) -> (Self, Workspace) {
         let counts = counter_bytes;
         let zeroed_bytes = counts + values.counts_bytes(tile);
@@ -68,12 +68,12 @@ impl ValuesPlan {
     }
 }
 
-/// Why a problem of few queries that `sm80` takes is left to it: its [price](split::price) is lower, or nearly so.
-/// `sm80` reads an FP8 cache where it lies, which this kernel has to have widened by a launch before, and both types of
-/// a cache have one kernel for their bits to be equal (CONTRACT.md).
+/// The reason why a problem of few queries is left to `sm80`: the [price](split::price) of `sm80` is lower, or
+/// nearly so. `sm80` reads an FP8 cache in place, which for this kernel a launch must convert first; and one kernel
+/// must serve both types of a cache, so that their bits are equal (CONTRACT.md).
 #[must_use]
 pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
-    /// Share of this kernel's time that `sm80` may take.
+    /// Largest time of `sm80`, relative to this kernel's, for which a problem is left to it.
     const NEARLY: f64 = 1.03;
     let ours = sm90::choose_tile_in_parts(problem, room.num_sms);
     let ours = sm90::micros_of_few(problem, &ours, room.num_sms)?;
@@ -81,12 +81,13 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     (theirs < NEARLY * ours).then(|| format!("it would take {ours:.0} us, sm80 {theirs:.0}"))
 }
 
-/// Whether a kv head has more rows than a price, and with it the batch, may leave to `sm80`.
+/// Whether a kv head has too many rows for a problem to be left to `sm80` by its price and so by its batch.
 fn has_many_rows(problem: &ValidFwd) -> bool {
     problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > sm80::MOST_SHORT_ROWS
 }
 
-/// Rows of a warp of `sm80`, which has been timed over pages as this kernel has not: so many stay there at any price.
+/// Rows of a warp of `sm80`, which was timed over pages while this kernel was not: up to this many rows stay there
+/// at any price.
 const ROWS_OF_A_WARP: u32 = 16;
 
 /// Refuses calls that are left to `sm80`.
@@ -106,8 +107,8 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts, row_invariant: bool) 
     }
     let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     if is_paged && rows <= ROWS_OF_A_WARP {
-        // Fixed parts leave few CTAs, each of which waits for its copies: over 4096 keys in pages of 64 an H200's sm80
-        // took 72 us of one token where this kernel took 29 of sixteen.
+        // Fixed parts leave few CTAs, each of which waits for its copies: over 4096 keys in pages of 64, an H200's
+        // sm80 took 72 us for one token, this kernel 29 us for sixteen.
         if row_invariant {
             return Ok(());
         }
@@ -122,8 +123,8 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts, row_invariant: bool) 
     leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
 }
 
-/// Leaves a cache of FP8 to the launch that widens it once, where each of several tiles of rows would widen it again,
-/// unless the workspace is large. Bits are the same either way.
+/// Leaves an FP8 cache to the launch that converts it once, if several tiles of rows would each convert it again,
+/// unless that needs a large workspace. Bits are equal either way.
 fn leave_to_widened(problem: &ValidFwd) -> Result<(), String> {
     /// Rows of a tile that walks a kv head's keys alone.
     const MOST_ROWS: u32 = 128;
@@ -204,7 +205,7 @@ fn fitted(
     Ok(tile)
 }
 
-/// The table's tile, of the shape and in the order that the model has cheapest; and what it was asked for.
+/// The table's tile with the cheapest shape and order by the model, and the fields that the user set.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Priced {
     let mut tile = sm90::choose_tile_in_parts(problem, facts.num_sms);
     if tile_list::serve(problem) {
@@ -219,7 +220,7 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Priced {
     (tile, shapes, orders)
 }
 
-/// A tile, and the shapes and orders that its own were found among, where they had a price.
+/// A tile, and the shapes and orders among which it was chosen, if they have prices.
 pub(crate) type Priced = (Sm90Tile, Candidates<(i32, i32)>, Candidates<TileOrder>);
 
 impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
@@ -284,7 +285,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             dependent: tile.dependent_launch,
             ..Grid::new(tile.grid(&of_launch, facts.num_sms), tile.num_threads().unsigned_abs())
         };
-        // The tile counter; behind it a V that is prepared.
+        // The tile counter, followed by a prepared V.
         let counter_bytes = tile.counter_bytes(&schedule, facts.num_sms);
         let (values, workspace) = match tile.prepare_v {
             PrepareV::InTile => (None, tile.workspace(problem, &schedule, facts.num_sms)),
@@ -314,7 +315,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         let cut = tile.cut(problem);
         let merge = parts::merge(MERGE_NAME, problem, (cut, at_once.queries, tile.stored), facts);
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
-        // One shape and one order keep the promise, whatever others would cost.
+        // Only one shape and one order keep the promise, so prices do not matter.
         let is_priced = !options.batch_invariant;
         let main = Launch {
             stage: Stage::Main,
@@ -330,7 +331,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             grid,
             shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
-            // One CTA an SM: two would not find the registers.
+            // One CTA per SM: two do not fit the registers.
             tiles_at_once: facts.num_sms.into(),
         };
         Ok(Choice {
@@ -339,8 +340,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A short query's keys may be split, a long one's not, unless parts have as many keys of
-                // every sequence. Lists have what is cut for any row of a tile first: a row's order is its tile's.
+                // Batch invariance does not hold if a short query's keys may be split, since a long one's are not,
+                // unless parts have a fixed number of keys; nor with lists, where a row's order depends on its
+                // tile, since blocks cut for any row of it come first.
                 batch_invariant: list.is_none()
                     && tile.is_batch_invariant(&spec)
                     && (options.batch_invariant || split::is_never_cut(problem, tile.block_n, true)),
@@ -368,8 +370,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         })
     }
 
-    /// The order of a masked call's tiles is by how many there are, and their shape by that and by how many
-    /// blocks they walk.
+    /// Tiles for other sizes: the order of a masked call's tiles depends on their number, and their shape also on
+    /// the number of blocks.
     fn tiles_of_other_sizes(&self, problem: &ValidFwd) -> Vec<TileOptions> {
         let Self { tile, .. } = self;
         let of = |name: &str, value: String| (name.to_owned(), value);
@@ -487,14 +489,14 @@ pub(crate) fn fit_like(
     }
     let is_cached = problem.cache.dtype.is_some();
     if options.kernel.is_none() && is_cached {
-        // Whether it is `sm80`'s was decided of the same call on the cache in 16 bits.
+        // Whether the call goes to `sm80` was decided by the call on a 16-bit cache.
         leave_to_widened(problem).map_err(refuse)?;
     } else if options.kernel.is_none() && options.tile.is_empty() {
         let is_paged = problem.layout.kv.is_paged();
         if is_paged && options.batch_invariant && !options.row_invariant {
             leave_pages(problem, facts).map_err(refuse)?;
         } else if is_paged || !options.batch_invariant {
-            // Whichever of both computes a row, it has the same bits where they are asked to depend on it alone.
+            // Either kernel gives equal bits if the plan is row-invariant.
             leave_to_parts(problem, facts, options.row_invariant).map_err(refuse)?;
         }
     }
@@ -505,7 +507,7 @@ pub(crate) fn fit_like(
         }
         None => None,
     };
-    // A quantised cache has the order of the same call on the cache in 16 bits.
+    // A quantised cache uses the order of the call on a 16-bit cache.
     let like = twin.as_ref().unwrap_or(like);
     let (mut own, shapes, orders) = own_tile(like, facts);
     if like.strides != problem.strides || like.layout.kv != problem.layout.kv {
@@ -537,7 +539,7 @@ fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     if options.row_invariant { row_order::under_a_mask(spec) } else { spec }
 }
 
-/// Checks that the device has what Hopper's kernels are made of.
+/// Checks that the device has the instructions of Hopper's kernels.
 ///
 /// # Errors
 /// The architecture, and what it lacks.
@@ -545,7 +547,7 @@ pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
     facts.needs(facts.instructions.tma && facts.instructions.wgmma, "TMA with wgmma")
 }
 
-/// Exact where every block's maxima are taken, and every row is rescaled to its own.
+/// Exact if the kernel takes the maximum of every block, and rescales every row to its own.
 fn accuracy(tile: &Sm90Tile) -> Accuracy {
     let exact = tile.lazy_rescale_log2 == 0 && !tile.skip_row_max;
     if exact { Accuracy::Exact } else { Accuracy::Fast }

@@ -1,4 +1,4 @@
-//! Which tile a problem gets: a row a head dimension, and what modifiers, FP8 and few rows change of it.
+//! Choice of a tile: one row of the table for each head dimension, adjusted for modifiers, FP8 and few rows.
 
 use fmha_core::spec::{BiasKind, CodeKind, FwdSpec, KvKind};
 
@@ -20,8 +20,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     choose_tile_as(problem, None)
 }
 
-/// The tile for a problem, with the heads of a group side by side or not where `packs` says which; a tile
-/// that cannot have them so stays.
+/// The tile for a problem, with the heads of a group side by side if `packs` says so; a tile that does not support
+/// this stays unchanged.
 pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90Tile {
     let spec = spec_of(problem);
     let dims = problem.dims;
@@ -31,7 +31,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
 
     tile.copy_bytes = copy_bytes(problem);
     if tile.copy_bytes > 0 || problem.layout.kv.is_paged() {
-        // The threads that copy or look up pages would have too few registers beside three warpgroups.
+        // Three warpgroups would leave too few registers to the threads that copy or look up pages.
         tile.block_m = tile.block_m.min(128);
     }
     // A short query: the heads of a group side by side, where that saves a tenth of the rows.
@@ -41,8 +41,8 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         // Queries of a tile, which has whole groups.
         let queries = block_m / i64::from(ratio);
         let packed = (seqlen_q + queries - 1) / queries;
-        // A group that leaves rows over has tiles of its own, which no bundle has: few queries over a cache are worth
-        // them.
+        // A group that does not fill its tiles has a tile that no bundle contains, which pays off only for few
+        // queries over a cache.
         let is_decode = i64::from(dims.seqlen_k) > seqlen_q
             || problem.layout.seqused_k && seqlen_q * i64::from(ratio) <= 64;
         let fills = 64 % ratio == 0 || is_decode;
@@ -57,14 +57,15 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     match (widest(&spec), spec.mask) {
         (128, _) if tile.block_m == 192 && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
-            // Four of FP8 beside smaller blocks; of these they have no room.
+            // Four stages of FP8 fit with smaller blocks, but not with these.
             tile.stages = tile.stages.min(3);
         }
         (128, MaskKind::Full) if !modifies(&spec) && tile.pv != ValueProduct::F16 && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
-        // A tile of 192 rows would be empty by a third: B64 H16 bf16 154 and 168, with four stages 165, at
-        // 128 (cuDNN 167), 261 and 316, with four stages 315, at 256 (302); 398 and 366 at 512.
+        // A third of a tile of 192 rows would be empty: TFLOP/s at B64 H16 bf16 with 192 and with 128 rows: 154 and
+        // 168 (with four stages 165) at length 128 (cuDNN 167), 261 and 316 (with four stages 315) at 256 (302);
+        // 398 and 366 at 512.
         (64, MaskKind::Full) if !modifies(&spec) && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             tile.block_m = 128;
         }
@@ -105,8 +106,8 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     tile
 }
 
-/// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
-/// that divide every one.
+/// [`Sm90Tile::copy_bytes`] for a problem: 0 if TMA supports its strides, otherwise the most bytes that divide
+/// every stride.
 fn copy_bytes(problem: &FwdProblem) -> i32 {
     let by_tma = !problem.layout.kv.is_paged() || reads_pages_by_tma(problem);
     if odd_stride(problem).is_none() && by_tma {
@@ -116,8 +117,8 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
     [16, 8, 4].into_iter().find(divides).unwrap_or(2)
 }
 
-/// The tile for a problem on a device of so many multiprocessors: that of [`choose_tile`], whose keys are in
-/// parts or shares where that is cheaper.
+/// The tile for a problem on a device with this many multiprocessors: that of [`choose_tile`], with keys in parts
+/// or shares if that is cheaper.
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
@@ -156,7 +157,7 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     tile
 }
 
-/// Queries of a sequence, at most, whose keys CTAs walk in equal shares.
+/// Most queries of a sequence whose keys CTAs divide into equal shares.
 const MOST_SHARED_QUERIES: u32 = 32;
 
 /// Whether the [price] of few queries is meant for a problem.
@@ -166,12 +167,12 @@ fn is_decode(problem: &FwdProblem) -> bool {
     is_cache && dims.seqlen_q <= MOST_SHARED_QUERIES && !problem.dtypes.qk.is_fp8()
 }
 
-/// Microseconds of a few queries, by the [price]; none of other problems.
+/// Microseconds of a call with few queries, by the [price]; `None` for other problems.
 pub(crate) fn micros_of_few(problem: &FwdProblem, tile: &Sm90Tile, num_sms: u32) -> Option<f64> {
     Some(price::micros(problem, &walk_of_few(problem, tile)?, num_sms))
 }
 
-/// The walk of a tile, as the price of few queries takes it; none of other problems.
+/// Description of a tile's work for the price of few queries; `None` for other problems.
 #[must_use]
 pub fn walk_of_few(problem: &FwdProblem, tile: &Sm90Tile) -> Option<Walk> {
     let whole = Sm90Tile { split_keys: 0, shares: 0, ..*tile };
@@ -186,7 +187,7 @@ pub fn walk_of_few(problem: &FwdProblem, tile: &Sm90Tile) -> Option<Walk> {
     })
 }
 
-/// All ways in which the tile of few queries can have its keys.
+/// All ways to divide the keys of a tile of few queries.
 #[must_use]
 pub fn ways_of_few(problem: &FwdProblem, num_sms: u32) -> Vec<Sm90Tile> {
     ways(problem, choose_tile(problem), num_sms)
@@ -216,9 +217,9 @@ fn in_shares(problem: &FwdProblem, cut: Sm90Tile, num_sms: u32) -> Option<Sm90Ti
     tile.cut(problem).shares.filter(|&shares| is_batch && takes(shares)).map(|_| tile)
 }
 
-/// Whether CTAs that walk all parts of their rows and fold them are faster than a CTA for each part and a launch that
-/// folds, by the model: the longest tile, or an even share of all tiles' keys, against such a share, half a part more,
-/// and the parts' way through memory.
+/// Whether CTAs that process and merge all parts of their rows are faster, by the model, than one CTA for each part
+/// and a merging launch: the longest tile, or an even share of all tiles' keys, against an even share, half a part,
+/// and the traffic of the parts.
 pub(super) fn folds_parts(problem: &FwdProblem, tile: &Sm90Tile, keys_of_part: i32, num_sms: u32) -> bool {
     let spec = spec_of(problem);
     let may_fold = !spec.sink && !spec.sink_columns && !spec.dtype_o.is_fp8() && !spec.dtype_qk.is_fp8();
@@ -246,13 +247,13 @@ pub(super) fn folds_parts(problem: &FwdProblem, tile: &Sm90Tile, keys_of_part: i
     folding <= apart
 }
 
-/// Keys of a sequence that are split, at least, and how many times as many as its queries. An H200, 4 heads
-/// of 2048 queries and keys in two parts 44.5 us, whole 29.7; 2 heads of 4096 level.
+/// Fewest keys of a sequence that are split; the next constant is the fewest as a multiple of its queries. On an
+/// H200, 4 heads of 2048 queries and keys took 44.5 us in two parts, 29.7 unsplit; 2 heads of 4096 were equal.
 const LEAST_SPLIT: u32 = 1024;
 const KEYS_TO_A_QUERY: u32 = 8;
 
-/// Largest modelled time of parts, by the time of the whole, for which parts are taken. The model knows
-/// masks' ends and small calls too badly for a larger one.
+/// Largest modelled time with parts, relative to the time without, for which parts are chosen. The model is too
+/// inexact for masks' ends and small calls to allow more.
 const WORTH_A_MERGE: f64 = 0.75;
 
 /// Parts of a sequence's keys, at most.
@@ -262,9 +263,9 @@ const MOST_PARTS: u32 = 128;
 struct CostOfParts {
     tiles: u32,
     num_sms: u32,
-    /// Time of a key, of a CTA that has the device for itself.
+    /// Time per key of a CTA that has the device to itself.
     seconds_per_key: f64,
-    /// Time that memory takes for one key of every tile, with all multiprocessors at work.
+    /// Time that memory needs for one key of every tile, with all multiprocessors at work.
     memory_seconds_per_key: f64,
     /// Bytes of a part's O.
     part_bytes: f64,
@@ -289,7 +290,8 @@ impl CostOfParts {
         }
     }
 
-    /// A wave of CTAs takes 1 us to begin and end; a second launch 2, and reading and writing the parts.
+    /// Modelled time. A wave of CTAs adds 1 us to begin and end; a second launch adds 2 us, and reading and writing
+    /// the parts.
     fn seconds(&self, keys: u32, parts: u32) -> f64 {
         let waves = f64::from((self.tiles * parts).div_ceil(self.num_sms));
         let walk = waves * (f64::from(keys) * self.seconds_per_key + 1e-6);
@@ -299,9 +301,9 @@ impl CostOfParts {
     }
 }
 
-/// Few keys: no block is left that could skip its row-max reduction, or one, and without that path the kernel
-/// is a third smaller, so that less of it comes from memory. D 64: the tiles are nearly alike, so no counter
-/// is cleared and asked.
+/// Adjusts the tile to few keys. At most one block could skip its row-max reduction, and without that path the
+/// kernel's code is a third smaller, so that less of it is loaded. At D 64 the tiles are nearly equal, so no
+/// counter is used.
 ///
 /// TFLOP/s on an H200, bf16, B64 H16, before and after (cuDNN): D 64 full 128 keys 164, 168 (167), 256 keys
 /// 289, 316 (302); causal 74, 79 (79) and 159, 166 (163), at 512 248 and 204; D 128 full 203, 208 (208) and
@@ -328,8 +330,8 @@ fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     }
 }
 
-/// Whether a causal call's queries see so few keys, on average, that exact maxima throughout cost nothing: a
-/// tile has no vote then, and inputs whose scores lie far apart gain.
+/// Whether a causal call's queries see so few keys on average that exact maxima throughout cost nothing: a tile
+/// then has no vote, which helps inputs with widely spread scores.
 ///
 /// An H200, bf16, microseconds without and with them, normal inputs and outliers. D 128: B32 H16 S512 102.8,
 /// 99.0 and 108.0, 99.0; B16 H16 S1024 141.9, 140.8 and 145.9, 140.0; B10 H16 S1536 172.4, 174.3 and 181.8,
@@ -346,14 +348,14 @@ fn sees_few_keys(problem: &FwdProblem, spec: &FwdSpec) -> bool {
     seen <= most && !modifies(spec) && !spec.dtype_qk.is_fp8()
 }
 
-/// Query rows of a kv head from which on its V is prepared once, beside the tiles or by a launch before: so
-/// many tiles would each do so again.
+/// Fewest query rows of a kv head for which its V is prepared once, by spare warps or by a launch before, instead
+/// of again in each tile.
 pub const PREPARE_BESIDE_ROWS: u64 = 4096;
-/// Query rows a kv head from which V is prepared by a launch before, as [`PREPARE_BESIDE_ROWS`] is for spare
-/// warps.
+/// Fewest query rows of a kv head for which a launch before prepares V; [`PREPARE_BESIDE_ROWS`] is the limit for
+/// spare warps.
 pub const PREPARE_BEFORE_ROWS: u64 = 8192;
 
-/// Bytes of workspace that V may take.
+/// Most bytes of workspace for a prepared V.
 pub const PREPARED_BYTES: u64 = 1 << 30;
 
 /// A row-major V of FP8 that many tiles read is prepared once: the products wait for no value role, and
@@ -400,7 +402,7 @@ fn prepare_values_once(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile
     }
 }
 
-/// Whether tiles of 192 query rows compute a fifth more rows than those of 128.
+/// Whether tiles of 192 query rows compute a fifth more rows than tiles of 128.
 const fn wasted_by_192_rows(seqlen_q: i64) -> bool {
     (seqlen_q + 191) / 192 * 192 * 5 >= (seqlen_q + 127) / 128 * 128 * 6
 }
@@ -415,19 +417,19 @@ fn modifies_score(spec: &FwdSpec) -> bool {
     spec.softcap || spec.bias != BiasKind::None || spec.code != CodeKind::None
 }
 
-/// Whether that takes few registers: a soft-cap alone, or ALiBi alone.
+/// Whether the modifiers need few registers: a soft-cap alone, or ALiBi alone.
 fn modifies_lightly(spec: &FwdSpec) -> bool {
     let alone = spec.softcap != (spec.bias == BiasKind::Alibi);
     alone && spec.bias != BiasKind::Elementwise && !spec.dropout && spec.code == CodeKind::None
 }
 
-/// Whether TMA can bring the bias: of 16 bits, and not beside a soft-cap, which wants natural scores first.
+/// Whether TMA can load the bias: 16-bit types, and no soft-cap, which must be applied to unscaled scores first.
 pub(super) fn adds_wide_elements(spec: &FwdSpec) -> bool {
     let alone = !spec.softcap && spec.code == CodeKind::None;
     spec.bias == BiasKind::Elementwise && alone && spec.dtype_bias.size_bytes() == 2
 }
 
-/// A head dimension's row of the table: beyond 128 as rows in shared memory have it.
+/// The table's row for a head dimension: above 128, for the row length in shared memory.
 const fn row_of(head_dim: i32, dtype: DType) -> i32 {
     if head_dim > 128 { tile_dim(head_dim, dtype) } else { padded_dim(head_dim) }
 }
@@ -582,8 +584,9 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
 }
 
 impl Sm90Tile {
-    /// The tile under masks as data: one head's rows, whose blocks a list has. Lists differ in length. Three
-    /// warpgroups have no registers for the bits of a row. Where block lists can be met by tiles, they are.
+    /// Adjusts the tile to masks as data: rows of one head, whose blocks come from a list. Lists differ in length.
+    /// Three warpgroups have no registers for the bits of a row. Block sizes match those of the block lists if
+    /// possible.
     fn take_lists(&mut self, problem: &FwdProblem, spec: &FwdSpec) {
         (self.pack_gqa, self.cluster, self.cluster_heads) = (false, 1, false);
         (self.prepare_v, self.order) = (PrepareV::InTile, TileOrder::Dynamic);
@@ -604,8 +607,7 @@ impl Sm90Tile {
         self.wait_anchor = self.wait_anchor.min(self.block_n / 2);
     }
 
-    /// Leaves registers to what changes scores or P: smaller blocks, no next tile's product, no second way through a
-    /// block.
+    /// Leaves registers to modifiers of scores or P: smaller blocks, no lookahead, no second path for blocks.
     fn take_registers(&mut self, spec: &FwdSpec) {
         self.block_n = self.block_n.min(if widest(spec) > 192 { 64 } else { 96 });
         (self.lookahead, self.wait_anchor, self.skip_row_max) = (Lookahead::Off, 0, false);
@@ -657,12 +659,11 @@ impl Sm90Tile {
         };
     }
 
-    /// Adjusts a tile for an elementwise bias of 16 bits: it takes shared memory, so lookahead or keys make
-    /// room.
+    /// Adjusts a tile for an elementwise 16-bit bias, which needs shared memory, so lookahead or keys are reduced.
     fn take_bias(&mut self, spec: &FwdSpec) {
         self.bias_stages = 1;
         match widest(spec) {
-            // A second Q has no room beside rows of whole swizzles, as D 72 has.
+            // A second Q does not fit with rows of whole swizzles, such as those of D 72.
             ..=96 if tile_dim(spec.head_dim_qk, spec.dtype_qk) > 96 => self.lookahead = Lookahead::Off,
             ..=96 => {}
             128 => (self.block_n, self.wait_anchor, self.lookahead) = (128, 32, Lookahead::SparePiece),

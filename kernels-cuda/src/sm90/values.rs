@@ -1,4 +1,4 @@
-//! A V of FP8 that is brought once for all tiles to the form that the products take, in the workspace.
+//! A V of FP8 that is converted once for all tiles, in the workspace, to the layout for the products.
 
 use fmha_core::abi::{DevPtr, Untyped};
 use fmha_core::source::{Entry, KernelSource, Literal};
@@ -18,11 +18,12 @@ pub const PREPARE_THREADS: u32 = 256;
 /// Place where a row-major V of FP8 is converted to f16, or transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PrepareV {
-    /// Prepared in shared memory, by each tile's CTA, block by block. Any other V is loaded as it is.
+    /// V is prepared in shared memory, by each tile's CTA, block by block. A V that needs no preparation is loaded
+    /// unchanged.
     InTile,
     /// Prepared in the workspace, by a launch before the kernel.
     Before,
-    /// Prepared in the workspace, by spare warps of the kernel's CTAs, beside the tiles at work.
+    /// V is prepared in the workspace by spare warps of the kernel's CTAs, while tiles are computed.
     Beside,
 }
 
@@ -33,14 +34,14 @@ abi_struct! {
     pub struct PreparedValues {
         /// Blocks of V, `[sequence, kv head, block]`.
         pub blocks: DevPtr<Untyped>,
-        /// Counters, where V is prepared beside the tiles: units of work taken, then finished units of each
-        /// block. Zero before each launch.
+        /// Counters if V is prepared by spare warps: work items taken, then finished work items of each block.
+        /// Zeroed before each launch.
         pub counts: DevPtr<i32>,
         /// Blocks of the longest sequence.
         pub num_blocks: i32,
         /// Sequences times kv heads.
         pub num_heads: i32,
-        /// Kv heads whose blocks are prepared together.
+        /// Number of kv heads whose blocks are prepared together.
         pub heads_per_group: i32,
         /// Units of work: keys of a block of a kv head.
         pub num_units: i32,
@@ -51,7 +52,7 @@ impl PreparedValues {
     /// Prepared V of a problem's longest sequence, without addresses.
     ///
     /// # Errors
-    /// 2^30 units of work or more, with the fields that make them.
+    /// 2^30 work items or more, with the fields that cause them.
     pub fn new(
         problem: &FwdProblem,
         tile: &Sm90Tile,
@@ -69,9 +70,9 @@ impl PreparedValues {
                 tile.block_n, dims.seqlen_k
             ));
         }
-        // Heads of a group: beside the tiles, those of an L2 head group, whose tiles run together, or of the
-        // first tiles of all CTAs, which all wait for their first blocks. A launch takes all heads of a row,
-        // which lie side by side.
+        // Heads of a group. With spare warps: an L2 head group, whose tiles run together, or the heads of the first
+        // tiles of all CTAs, which all wait for their first blocks. A launch takes all heads of a row, which are
+        // adjacent.
         let heads_per_group = match tile.prepare_v {
             PrepareV::Beside => {
                 let first_heads = tile

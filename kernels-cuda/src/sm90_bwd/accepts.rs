@@ -6,11 +6,11 @@ use super::NAME;
 use crate::sm80_bwd;
 use crate::tile_list;
 
-/// Whether the kernels compute this problem, and if not, why. Addresses, which a problem has not, must be multiples of
+/// Checks that the kernels compute this problem. Addresses, which are not part of a problem, must be multiples of
 /// 16.
 ///
 /// # Errors
-/// The first fact that they do not take.
+/// The first fact that they do not support.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     if problem.fwd.layout.v == VLayout::ColMajor {
         let reason = "backward: v_layout col-major: its products read V along its rows".to_owned();
@@ -24,7 +24,8 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Checks that masks as data and functions stand beside what the kernels take with them. Refusals carry `name`.
+/// Checks that the kernels support the problem's combination of masks as data, functions and other features.
+/// Refusals carry `name`.
 pub(crate) fn takes_masks_and_code(problem: &BwdProblem, name: &'static str) -> Result<(), Refusal> {
     let refuse = |words: String| {
         Err(Refusal::new(name, format!("backward: {words} beside masks as data or functions")))
@@ -78,7 +79,7 @@ pub(crate) fn takes(problem: &BwdProblem, name: &'static str) -> Result<(), Refu
     Ok(())
 }
 
-/// V's strides and extents, with rows and elements exchanged where it is column-major.
+/// V's strides and extents, with rows and elements exchanged if it is column-major.
 pub(crate) fn as_it_lies(layout: VLayout, strides: Strides, shape: Shape) -> (Strides, Shape) {
     match layout {
         VLayout::RowMajor => (strides, shape),

@@ -12,7 +12,7 @@ use super::walk::{BwdWalk, DqPath};
 const MAX_ACCUMULATORS: i32 = 216;
 
 impl Sm90BwdTile {
-    /// Whether the tile can be compiled for a spec, and if not, why.
+    /// Checks that the tile can be compiled for a spec.
     ///
     /// # Errors
     /// The first field that does not fit, with its number.
@@ -24,7 +24,7 @@ impl Sm90BwdTile {
         self.check_shares(spec)
     }
 
-    /// Checks the head dimensions and the number of keys that the walk takes.
+    /// Checks the head dimensions and the number of keys for the tile's walk.
     fn check_walk(&self, spec: &BwdSpec) -> Result<(), String> {
         let dim = padded_dim(spec);
         let Self { block_m, block_n, .. } = *self;
@@ -49,10 +49,10 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// Checks how dQ reaches its sums, and where these become dQ.
+    /// Checks how dQ is added to its sums, and which launch converts these sums to dQ.
     fn check_way_of_dq(&self, spec: &BwdSpec) -> Result<(), String> {
-        // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
-        // would wait behind its own CTA's present one.
+        // Without a mask the ordered key blocks of a group wait for each other: with a tile index taken ahead, a
+        // CTA would wait for its own present tile.
         if spec.deterministic && !self.keeps_dq_apart() && self.persistent && spec.fwd.mask == MaskKind::Full
         {
             return Err(
@@ -88,7 +88,7 @@ impl Sm90BwdTile {
     fn check_roles(&self) -> Result<(), String> {
         let walk = self.walk;
         let set = walk.name();
-        // Half of the registers that the load role leaves has to be a multiple of eight.
+        // Half of the registers that the load role leaves must be a multiple of eight.
         if !matches!(self.load_registers, 24 | 40) {
             return Err(format!("load_registers {} is not 24 or 40", self.load_registers));
         }
@@ -129,8 +129,8 @@ impl Sm90BwdTile {
                 self.stages_dout
             ));
         }
-        // P and dS of the next block are stored while this block's are read. P has one place where dQ is
-        // stored; the slot of dS tells whether it is free.
+        // P and dS of the next block are stored while this block's are read. P has only one slot if dQ is stored;
+        // the slot of dS then tells whether it is free.
         if walk == BwdWalk::GradientEach && self.stages_ds != 2 {
             return Err(format!("stages_ds {}: walk {set} holds two blocks of dS at a time", self.stages_ds));
         }

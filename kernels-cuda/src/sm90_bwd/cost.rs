@@ -1,10 +1,10 @@
 //! Cost of a call's choices, by a model: how many tiles share a kv head's query heads, how dQ reaches its
 //! sums and where they become dQ, and where delta is made.
 //!
-//! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of
-//! its query heads. Few long tiles leave multiprocessors idle at the end; many short ones leave more sums of
-//! dK and dV to write, read and add. The numbers were fitted to the rows of `measured.tsv`, which tests hold
-//! the choices to.
+//! A multiprocessor computes tiles one after another, each a key block with the query blocks that see it, for some
+//! query heads. Few long tiles leave multiprocessors idle at the end; many short tiles give more sums of dK and dV
+//! to write, read and add. The numbers were fitted to the rows of `measured.tsv`, against which tests check the
+//! choices.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,8 +19,8 @@ use super::tile::Sm90BwdTile;
 use super::walk::{BwdWalk, DqFinish, DqPath};
 use crate::tile_list;
 
-/// Rate of a multiprocessor that always has a tile, TFLOP/s of the [operations](operations_of_pair) that it does: a
-/// 132nd of an H200's. From long full rows.
+/// Rate of one multiprocessor that always has a tile, in TFLOP/s of its [operations](operations_of_pair): 1/132 of
+/// an H200's, from long full rows.
 fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
     let device = match (dim, walk) {
         (64, _) => 600.0,
@@ -33,7 +33,7 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
     device / 132.0
 }
 
-/// Operations that a tile does for a query and a key: five products, of the columns that each takes.
+/// Operations of a tile for one query and one key: five products, each with its number of columns.
 fn operations_of_pair(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
     let dim = padded_dim(spec);
     let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
@@ -42,13 +42,13 @@ fn operations_of_pair(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
     f64::from(2 * (qk + v + dk + dv + tile.dq_dim(spec)))
 }
 
-/// Share of a masked call's longest tile for which the launch waits at its end. It also covers tiles that no
-/// longer run beside the tiles whose Q and dO they share in the L2.
+/// Share of a masked call's longest tile for which the launch waits at its end. It also covers tiles that no longer
+/// run at the same time as the tiles with which they share Q and dO in the L2.
 const TAIL_BEHIND_MASK: f64 = 0.22;
 
-/// Microseconds a megabyte of the f32 sums of dK and dV to which parts of a kv head add: for zeros and the
-/// last read, and for each part. An H200, D 128, a head's queries in one part and two: B2 H16 S1024 causal 74
-/// and 127 us (34 MB), B1 H8 S2048 full 93 and 118 (17).
+/// Microseconds per megabyte of the f32 sums of dK and dV to which parts of a kv head add: once for clearing and
+/// the last read, and once for each part. Measured on an H200, D 128, a head's queries in one part and two: B2 H16
+/// S1024 causal 74 and 127 us (34 MB), B1 H8 S2048 full 93 and 118 (17).
 const SUMS_MICROS_A_MB: f64 = 0.7;
 const ADDED_SUMS_MICROS_A_MB: f64 = 0.39;
 
@@ -58,11 +58,11 @@ const SUMS_MICROS: f64 = 4.0;
 /// Microseconds from a tile's last product to the next tile's first.
 const TILE_MICROS: f64 = 2.0;
 
-/// Tiles of unlike length per multiprocessor beyond which the load is even but for the tail: the model does
-/// not simulate them one by one.
+/// Tiles of different length per multiprocessor above which the load counts as even except for the tail: the model
+/// does not simulate them one by one.
 const EVEN_TILES: usize = 4;
 
-/// Gain in the model above which another number of parts replaces the rule's; larger than the model's error.
+/// Modelled gain above which another number of parts replaces that of the rule; it exceeds the model's error.
 const LEAST_GAIN: f64 = 0.05;
 
 /// Least gain at which the model's number of parts replaces the rule's: 0 for packed sequences, for whose
@@ -79,7 +79,7 @@ pub(super) fn least_gain(problem: &BwdProblem) -> f64 {
 pub(super) const PACKED_SHARE: f64 = 0.5;
 const PACKED_TAIL: f64 = 0.5;
 
-/// Prices of those of the given parts that a problem may have.
+/// Prices of those given numbers of parts that the problem may have.
 pub(super) fn head_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -130,13 +130,13 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     steps
 }
 
-/// Least steps of a part of a kv head's queries in an ordered call, which must not depend on the batch, so
-/// that its sums of dK and dV are at most this share of its steps where the batch fills the multiprocessors.
+/// Largest share of the sums of dK and dV in a part's steps, where the batch fills the multiprocessors. It gives
+/// the fewest steps of a part in an ordered call, which must not depend on the batch.
 const MOST_SUMS_OF_PART: f64 = 0.52;
 pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
     let mb = f64::from(tile.block_n) * f64::from(padded_dim(spec)) * 16.0 * 1e-6;
-    // Microseconds of a part's sums, at one multiprocessor's share of the memory's rate, if each part had
-    // sums of its own.
+    // Microseconds of a part's sums at one multiprocessor's share of the memory rate, if each part has sums of its
+    // own.
     let sums = mb * 0.25 * f64::from(NUM_SMS);
     (sums / (MOST_SUMS_OF_PART * step_micros(tile, spec))).ceil() as u32
 }
@@ -153,25 +153,25 @@ const NEAR_SUMS_MB: f64 = 40.0;
 /// Bytes of the sums of dQ that a call may have apart.
 pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
 
-/// Microseconds from a key block's addition to a query block, by the store warp, to the next one's. An H200,
-/// of rows whose key blocks all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124
+/// Microseconds between the additions of two key blocks to one query block, by the store warp. Measured on an H200
+/// with rows whose key blocks all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124
 /// additions, B8 H1 S191/10560 283, 83.
 const ADDITION_MICROS: f64 = 3.2;
 
-/// Key blocks that begin at one query block, from which on the model counts their chain: shorter ones are
-/// near the model's error.
+/// Fewest key blocks that begin at one query block for which the model counts the chain of their additions: shorter
+/// chains are within the model's error.
 const LEAST_MEETING: f64 = 12.0;
 
-/// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and
-/// within. Reasoned from the memory's rate; an H200, D 128, beside no order: 65 MB 29 us, 130 MB 42, 145 MB
-/// 54, 23 MB 9.
+/// Microseconds per megabyte of separate sums of dQ, which are written and read: beyond the L2's capacity, and
+/// within. Derived from the memory rate; on an H200, D 128, more than unordered sums: 65 MB 29 us, 130 MB 42, 145
+/// MB 54, 23 MB 9.
 const APART_MICROS_A_MB: f64 = 0.5;
 const NEAR_APART_MICROS_A_MB: f64 = 0.2;
 
-/// Whether a deterministic call is faster with each key block's sums of dQ apart than with additions that
-/// wait for each other. Both have the same bits, so the choice may depend on the batch. The lengths of packed
-/// sequences are not known. From registers an addition takes 2.3 us, and the sums apart were slower: B4 H2
-/// S345/5631 D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65 for 59, an H200.
+/// Whether a deterministic call is faster with separate sums of dQ for each key block than with ordered additions.
+/// Both have equal bits, so the choice may depend on the batch. The lengths of packed sequences are unknown here.
+/// From registers an addition takes 2.3 us, and the sums apart were slower: B4 H2 S345/5631 D64 causal 119 us for
+/// 106, B2 H32/8 S118/1856 D56 65 for 59, an H200.
 pub(super) fn wants_dq_apart(
     ordered: &Sm90BwdTile,
     apart: &Sm90BwdTile,
@@ -192,7 +192,8 @@ pub(super) fn wants_dq_apart(
     let parts = ordered.ordered_parts(problem, spec, NUM_SMS);
     let steps = steps_of_key_blocks(ordered, problem, 1);
     let micros = |tile| micros(tile, problem, spec, NUM_SMS, &steps, HeadParts { heads: parts, queries: 1 });
-    // Key blocks whose walks begin at one query block: without a mask as far apart as the query blocks have room.
+    // Number of key blocks whose loops begin at one query block; without a mask they are spread over the query
+    // blocks.
     let keys = f64::from(ordered.block_n * ordered.walk.cluster());
     let rows_of_block = ordered.block_m.unsigned_abs().min(dims.seqlen_q);
     let meeting = match problem.fwd.mask.kind() {
@@ -208,7 +209,7 @@ pub(super) fn wants_dq_apart(
     }
     let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * f64::from(parts);
     let units = f64::from(NUM_SMS) / f64::from(ordered.walk.cluster());
-    // Heads at work at a time: all where they are launched side by side.
+    // Number of heads at work at a time: all heads, if they are launched side by side.
     let at_a_time = heads.min(units);
     let longest = steps.iter().copied().max().map_or(0.0, f64::from);
     let heads_a_tile = f64::from(problem.fwd.gqa_ratio() / parts);
@@ -291,22 +292,22 @@ fn micros(
     in_steps * f64::from(heads_a_tile) * step_micros + rounds as f64 * TILE_MICROS + sums
 }
 
-/// Costs of the ways of dQ, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the shares
-/// grow with them.
+/// Constants for the ways to sum dQ, for 16k tokens of 16 heads of 128 on an H200: 2^25 elements of Q. All but the
+/// shares are proportional to that number.
 struct OfDq {
-    /// Preprocess, where it makes all of delta: O and dO at 3.4 TB/s.
+    /// Time of preprocess if it computes all of delta: it reads O and dO at 3.4 TB/s.
     delta_micros: f64,
     /// Writes of the zeros that sums begin with.
     zeros_micros: f64,
-    /// Share of the main kernel that the semaphore of first stores takes.
+    /// Share of the main kernel's time that the semaphore of first stores adds.
     semaphore_share: f64,
     /// Wait of later additions for a query block's first store.
     semaphore_micros: f64,
     /// Launch that finishes dQ.
     finish_micros: f64,
-    /// Share of the main kernel that the warp takes which finishes dQ beside the products.
+    /// Share of the main kernel's time that is added by the warp that finishes dQ at the same time as the products.
     beside_share: f64,
-    /// Work of that warp where it makes delta too: the main kernel takes at least as long.
+    /// Time of that warp if it computes delta too: the main kernel takes at least as long.
     beside_with_delta_micros: f64,
 }
 
@@ -325,27 +326,27 @@ impl OfDq {
     }
 }
 
-/// First stores of a tile, one behind another, that its other steps hide; and what each beyond takes: the
-/// next one waits until it is in memory. An H200: 4423 queries over 192 keys D 128, 35 in a row, the main
-/// kernel 233 us, with zeros before 175.
+/// Number of consecutive first stores of a tile that its other steps hide; each further one adds time, since the
+/// next store waits until it is in memory. On an H200: 4423 queries over 192 keys D 128 with 35 consecutive stores,
+/// the main kernel took 233 us, with sums zeroed before 175 us.
 const HIDDEN_FIRST_STORES: f64 = 2.0;
 const FIRST_STORE_MICROS: f64 = 1.65;
 
-/// Microseconds of a launch that does almost nothing, though it starts while the one before ends.
+/// Microseconds of a launch that does almost nothing, even if it starts early.
 const LAUNCH_MICROS: f64 = 2.0;
 
-/// Microseconds that a finish of dQ beside the products adds to the launch's end, where a warp brings a query
-/// block's sums from memory. D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7,
-/// B1 H8 S1602 causal 75.5 and 82.7.
+/// Microseconds at the launch's end if a warp finishes dQ at the same time as the products and must load a query
+/// block's sums from memory. D 128, by a separate launch and by the warp: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344
+/// 36.2 and 40.7, B1 H8 S1602 causal 75.5 and 82.7.
 const BESIDE_MICROS: f64 = 11.0;
 
-/// Longest sequence that is simulated; longer ones are taken to choose as it does.
+/// Longest sequence that is simulated; longer ones use the choice for this length.
 const LONGEST: u32 = 1 << 17;
 
-/// An H200's, whatever the device: the tile is of a table.
+/// Multiprocessors of an H200, used for every device, since the tile is from a table.
 const NUM_SMS: u32 = 132;
 
-/// The part of all query heads whose delta preprocess makes where the main kernel makes the others'.
+/// Share of the query heads whose delta preprocess computes, if the main kernel computes that of the others.
 pub(super) fn first_heads(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) -> f64 {
     let dims = problem.fwd.dims;
     let all = f64::from(dims.batch) * f64::from(dims.num_heads_q);
@@ -354,8 +355,8 @@ pub(super) fn first_heads(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSp
     if all > 0.0 { first.map_or(1.0, |first| first / all) } else { 1.0 }
 }
 
-/// Microseconds of first stores that no other step hides: the key blocks of a head begin as far apart as its
-/// query blocks have room. Behind a mask they begin where it does.
+/// Microseconds of first stores that no other step hides: without a mask the key blocks of a head begin as far
+/// apart as its query blocks allow; with a mask they begin where the mask does.
 fn first_stores_micros(tile: &Sm90BwdTile, problem: &BwdProblem) -> f64 {
     if problem.fwd.mask.kind() != MaskKind::Full {
         return 0.0;
@@ -404,8 +405,8 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     main + launch + size * (delta + begin + finish)
 }
 
-/// Time at which the last of `units` has done its tiles, in steps of a tile with one query head: each takes
-/// the next tile when it is free, key block after key block of all heads of an L2 group, group after group.
+/// Time at which the last of `units` ends, in steps of a tile with one query head. Each takes the next tile when it
+/// is free: key blocks one after another for all heads of an L2 head group, then the next group.
 fn end_of_last(steps: &[u32], heads: usize, heads_at_a_time: usize, units: u32) -> u32 {
     let mut free: BinaryHeap<Reverse<u32>> = (0..units).map(|_| Reverse(0)).collect();
     let mut last = 0;

@@ -1,4 +1,4 @@
-//! The kernels' entries, the grids of those beside the main one, and what host and device share.
+//! The kernels' entries, the grids of the other launches, and the header shared with the host.
 
 use fmha_core::BwdProblem;
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
@@ -16,10 +16,10 @@ use crate::{tile_list, within};
 /// Threads of a CTA of the kernels before and after the main one.
 pub const ROW_THREADS: u32 = 256;
 
-/// Four numbers each of dQ, so many times, that a thread adds up where key blocks keep their sums apart.
+/// Number of groups of four elements of dQ that a thread adds up if key blocks have separate sums.
 const PART_FOURS: u32 = 2;
 
-/// CTAs that round a key block's sums with `head_parts`, or add its parts': they divide `block_n`.
+/// CTAs that round a key block's sums with `head_parts`, or add its parts' sums; the number divides `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
 
 /// The main kernel: arguments `BwdParams`, five tensor maps, `Sm90BwdSchedule`.
@@ -28,8 +28,8 @@ pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps(["main"; 2], ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
-/// Main kernel under masks as data. It takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
-/// [`TileList`](tile_list::TileList) behind its other arguments.
+/// Main kernel under masks as data. It has the arguments [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
+/// [`TileList`](tile_list::TileList) after the others.
 #[must_use]
 pub fn masked_main(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
     let more = [tile_list::PARAMS, ", masks, list"];
@@ -41,20 +41,22 @@ pub fn masked_main(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> Ke
     )
 }
 
-/// [`preprocess`] under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
+/// [`preprocess`] under masks as data, with [`MaskDataParams`](fmha_core::masks::MaskDataParams) as an additional
+/// argument.
 #[must_use]
 pub fn masked_preprocess(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
     rows_at_once(["masked", &format!("masked_preprocess<kSpec, kTile, {has_function}>")], spec, tile, None)
 }
 
-/// [`repair`] under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
+/// [`repair`] under masks as data, with [`MaskDataParams`](fmha_core::masks::MaskDataParams) as an additional
+/// argument.
 #[must_use]
 pub fn masked_repair(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
-    // Two CTAs a multiprocessor: with four it spills where masks are asked.
+    // Two CTAs per multiprocessor: with four the kernel spills when masks are evaluated.
     rows_at_once(["masked", &format!("masked_repair<kSpec, kTile, {has_function}>")], spec, tile, Some(2))
 }
 
-/// Main kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments.
+/// Main kernel for keys that arrive while it runs, with the argument [`ArrivalParams`] after the others.
 #[must_use]
 pub fn main_of_arriving_keys(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let more =
@@ -62,19 +64,19 @@ pub fn main_of_arriving_keys(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource
     with_maps(["main"; 2], ("Smem", tile.smem_bytes(spec)), (spec, tile), more)
 }
 
-/// The kernel of dBias, which wants nothing but what the first one leaves: arguments as of the main one, all of them by
-/// [its own tile](Sm90BwdTile::of_dbias).
+/// The kernel of dBias, which needs only the results of the first launch. Arguments are those of the main kernel,
+/// with values for [its own tile](Sm90BwdTile::of_dbias).
 #[must_use]
 pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps(["dbias"; 2], ("BiasSmem", tile.dbias_smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
-/// Instance of a function for an entry's spec and tile, unless the name has its own arguments.
+/// Instance of a function template for an entry's spec and tile, unless `name` contains template arguments.
 fn instance(name: &str) -> String {
     if name.ends_with('>') { name.to_owned() } else { format!("{name}<kSpec, kTile>") }
 }
 
-/// Entry with tensor maps. `file` has the function `name`; `more`: one more parameter, and its argument.
+/// Entry with tensor maps. `file` defines the function `name`; `more` is an additional parameter and its argument.
 fn with_maps(
     [file, name]: [&str; 2],
     (smem, smem_bytes): (&str, i32),
@@ -113,16 +115,16 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("preprocess", spec, tile)
 }
 
-/// Kernel after the main one; its arguments are the main kernel's.
+/// Kernel after the main one, with the main kernel's arguments.
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    // Sums apart want registers for the parts that are under way: of its own ptxas gives it 80.
+    // Separate sums need registers for the parts in flight: by default ptxas would give 80.
     rows_at_once(["postprocess"; 2], spec, tile, tile.keeps_dq_apart().then_some(2))
 }
 
 impl Sm90BwdTile {
-    /// CTAs of the launch that finishes dQ to a query block: a piece of it for each of their threads, so that
-    /// none waits for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one.
+    /// Number of CTAs for a query block in the launch that finishes dQ: each thread handles one piece, so that none
+    /// waits for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one CTA.
     #[must_use]
     pub const fn finish_ctas(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
@@ -146,13 +148,13 @@ pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 /// Repair kernel, the last one, of [`repair_ctas`] CTAs: the main kernel's arguments.
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as the
-    // number of waves of its CTAs.
+    // Four CTAs per multiprocessor: most calls have nothing to repair, and the launch then takes as long as its
+    // number of waves.
     rows_at_once(["repair"; 2], spec, tile, Some(4))
 }
 
-/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a
-/// head's sink, for far queries; and a warp to each query block and each tile, for rows that are not finite.
+/// CTAs of [`repair`], 0 if it has nothing to do. One for each kv head of each sequence and one for each head's
+/// sink, for far queries; and one warp for each query block and each tile, for non-finite rows.
 #[must_use]
 pub fn repair_ctas(problem: &BwdProblem, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u32 {
     let dims = problem.fwd.dims;
@@ -166,8 +168,8 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows_at_once([name; 2], spec, tile, None)
 }
 
-/// `file` has the function `name`; under masks as data it takes them too. Launch bounds: registers for so many CTAs
-/// to a multiprocessor at least.
+/// An entry of the function `name` in `file`, with masks as data as an argument if there are any. Launch bounds
+/// leave registers for at least this many CTAs per multiprocessor.
 fn rows_at_once(
     [file, name]: [&str; 2],
     spec: &BwdSpec,
@@ -212,7 +214,7 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 4] {
     [wgmma::header(&shapes), host_header(), fmha_core::masks::header(), tile_list::header()]
 }
 
-/// `fmha/sm90_bwd_host.h`: what this file shares with the device.
+/// `fmha/sm90_bwd_host.h`: the types that this file shares with the device.
 fn host_header() -> Header {
     let text = format!(
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\

@@ -15,15 +15,15 @@ const MOST_SUMS_BYTES: u64 = 1 << 30;
 /// Parts of a kv head's queries, which tiles share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadParts {
-    /// Parts of its query heads: a divisor of the GQA ratio.
+    /// Number of parts of a kv head's query heads: a divisor of the GQA ratio.
     pub heads: u32,
     /// Parts of the query blocks of each of these.
     pub queries: u32,
 }
 
 impl Sm90BwdTile {
-    /// Whether tiles are to share a kv head's queries: where the [model](Self::head_parts_candidates) has it faster.
-    /// Deterministic calls by a rule of their own, which no batch changes.
+    /// Whether tiles should share a kv head's queries: if the [model](Self::head_parts_candidates) rates that
+    /// faster. Deterministic calls have a rule of their own, which does not depend on the batch.
     #[must_use]
     pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
         let parts = self.parts(problem, spec, num_sms);
@@ -43,7 +43,7 @@ impl Sm90BwdTile {
         if best == one { cheapest.unwrap_or(one) } else { best }
     }
 
-    /// Parts that the model takes, or the rule where the model knows no lengths.
+    /// Number of parts by the model, or by the rule if the lengths are unknown.
     fn parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
         let of_heads = |heads| HeadParts { heads, queries: 1 };
         if spec.deterministic {
@@ -69,7 +69,7 @@ impl Sm90BwdTile {
         let ratio = problem.fwd.gqa_ratio();
         let tiles = self.tiles_of_all_heads(problem);
         let by_rule = self.parts_by_rule(problem, spec, num_sms);
-        // Many tiles fill the multiprocessors as they are. The main kernel finishes dQ by heads, whole ones.
+        // Many tiles fill the multiprocessors without parts. The main kernel finishes dQ by whole heads only.
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
         let share = if is_packed { cost::PACKED_SHARE } else { 1.0 };
         let with_work = share * tiles as f64 * f64::from(ratio);
@@ -91,8 +91,8 @@ impl Sm90BwdTile {
         cost::head_parts(self, problem, spec, num_sms, parts)
     }
 
-    /// Microseconds that the main kernel takes, by the model, where `parts` tiles share a kv head's query
-    /// heads: a divisor of the GQA ratio.
+    /// Modelled microseconds of the main kernel if `parts` tiles share a kv head's query heads; `parts` divides the
+    /// GQA ratio.
     #[must_use]
     pub fn model_of_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> f64 {
         cost::of_parts(self, problem, spec, num_sms, HeadParts { heads: parts, queries: 1 })
@@ -104,16 +104,16 @@ impl Sm90BwdTile {
         keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
     }
 
-    /// Whether the sums of dK and dV, which each part has for itself, are few enough. One part has none.
+    /// Whether the separate sums of dK and dV of each part take little enough memory. One part needs no such sums.
     fn has_room_for_sums(&self, problem: &BwdProblem, spec: &BwdSpec, parts: &HeadParts) -> bool {
         let parts = u64::from(parts.heads) * u64::from(parts.queries);
         let tiles = self.tiles_of_all_heads(problem).saturating_mul(parts);
         parts == 1 || tiles.saturating_mul(self.sums_of_tile(spec)) <= MOST_SUMS_BYTES
     }
 
-    /// Parts of a kv head's query heads, by rule: parts of equal size, so many that each multiprocessor has
-    /// some three tiles, or four behind a mask, where tiles differ in length; one where a call has tiles enough, or
-    /// the parts' sums are many bytes. MQA 32/1, S 8192, causal: 2, 4 and 8 parts run at 522, 569 and 596 TFLOP/s;
+    /// Number of parts of a kv head's query heads, by a rule: equal parts, such that each multiprocessor has about
+    /// three tiles, or four under a mask, where tiles differ in length. One part if a call has enough tiles, or the
+    /// parts' sums take too many bytes. MQA 32/1, S 8192, causal: 2, 4 and 8 parts run at 522, 569 and 596 TFLOP/s;
     /// full, S 4096: 4 and 8 parts at 616 and 592.
     fn parts_by_rule(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();

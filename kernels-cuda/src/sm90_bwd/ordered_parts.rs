@@ -7,8 +7,8 @@ use super::cost;
 use super::schedule::lengths_of_whole;
 use super::tile::Sm90BwdTile;
 
-/// Heads that a deterministic call's sequence is to have, its kv heads being shared out where it has fewer, from so
-/// many queries and keys on.
+/// Fewest heads per sequence that a deterministic call aims at by dividing its kv heads into parts; the next
+/// constants are the fewest queries and keys for it.
 const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
 
@@ -32,10 +32,10 @@ const ORDERED_TILES: u32 = 64;
 const MANY_STEPS: u32 = 6;
 
 impl Sm90BwdTile {
-    /// Parts of a deterministic call: from the heads and the lengths, never the batch, so that a sequence has the same
-    /// bits in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where
-    /// sequences are long, enough for eight heads, of which one goes the other way; where lengths are equal enough for
-    /// [`ORDERED_TILES`].
+    /// Number of parts in a deterministic call. It depends on the heads and the lengths, never on the batch, so
+    /// that a sequence has equal bits in any batch. For packed sequences it is that of the longest; the device uses
+    /// each sequence's own (`has_own_parts`). Long sequences get enough parts for eight heads, one of which is
+    /// processed in the opposite direction; equal lengths get enough for [`ORDERED_TILES`].
     pub(super) fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let dims = problem.fwd.dims;
         if problem.fwd.layout.q == QLayout::Packed {
@@ -48,14 +48,14 @@ impl Sm90BwdTile {
         if is_long { of_tiles.max(self.parts_of_long(problem, spec, num_sms)) } else { of_tiles }
     }
 
-    /// The most parts of a packed sequence, and the queries that it has for each: whatever the batch has.
+    /// The most parts of a packed sequence, and the fewest queries of a part, whatever the batch.
     pub(super) fn parts_of_packed(&self, problem: &BwdProblem, spec: &BwdSpec) -> (u32, u32) {
         let ratio = problem.fwd.gqa_ratio();
         let heads = problem.fwd.dims.num_heads_kv.max(1);
         let mut most =
             if heads < ORDERED_HEADS { divisor_from(ratio, PACKED_HEADS.div_ceil(heads)) } else { 1 };
         let rows = cost::least_steps_of_part(self, spec) * self.block_m.unsigned_abs() / 2;
-        // A window leaves a key no more queries than it has room for.
+        // Under a window a key is seen by at most as many queries as the window is wide.
         let bounds = problem.fwd.mask.bounds();
         if let (Some(lo), Some(hi)) = (bounds.lo, bounds.hi) {
             let width = u32::try_from((hi - lo).max(0)).unwrap_or(u32::MAX);
@@ -65,8 +65,8 @@ impl Sm90BwdTile {
         (most, (rows * if is_full { 1 } else { 2 }).div_ceil(ratio.max(1)))
     }
 
-    /// Parts where a row's bits depend on no other row: from the heads alone, whatever the lengths, so that a sequence
-    /// has eight heads.
+    /// Number of parts in a row-invariant plan: it depends on the heads alone, for all lengths, and gives a
+    /// sequence eight heads.
     #[must_use]
     pub(super) fn parts_in_row_order(problem: &BwdProblem) -> u32 {
         let kv_heads = problem.fwd.dims.num_heads_kv.max(1);
@@ -82,8 +82,8 @@ impl Sm90BwdTile {
             // A window leaves a key few products.
             MaskKind::Band => 1,
             MaskKind::Upper => of_heads,
-            // All key blocks are equal in length, and heads are wanted for groups that fill the
-            // multiprocessors alone.
+            // All key blocks are equally long, and more heads are only needed so that groups fill the
+            // multiprocessors.
             MaskKind::Full => {
                 let rounds = |parts: u32| {
                     let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
@@ -94,8 +94,8 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Parts that give a sequence of these lengths [`ORDERED_TILES`], each with the steps that repay its
-    /// sums.
+    /// Number of parts with which a sequence of these lengths has [`ORDERED_TILES`] tiles, each with enough steps
+    /// to repay its sums.
     fn parts_for_tiles(&self, problem: &BwdProblem, spec: &BwdSpec, [seqlen_q, seqlen_k]: [u32; 2]) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let key_blocks = seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
@@ -103,7 +103,7 @@ impl Sm90BwdTile {
         let band = problem.fwd.mask.band(seqlen_q, seqlen_k);
         let (q, k) = (i64::from(seqlen_q), i64::from(seqlen_k));
         let is_full = problem.fwd.mask.kind() == MaskKind::Full;
-        // Queries that see a key, on average.
+        // Average number of queries that see a key.
         let rows = if is_full {
             q
         } else if q > k {
@@ -133,7 +133,7 @@ impl Sm90BwdTile {
     }
 }
 
-/// The device's rule (`num_head_parts`) of few tiles: the most parts, halved until so many queries are left for each.
+/// The device's rule (`num_head_parts`) if tiles are few: the most parts, halved until each has this many queries.
 fn parts_of_queries(queries: u32, most: u32, least: u32) -> u32 {
     let mut parts = most;
     while parts > 1 && u64::from(queries) < u64::from(least) * u64::from(parts) {
@@ -142,12 +142,12 @@ fn parts_of_queries(queries: u32, most: u32, least: u32) -> u32 {
     parts
 }
 
-/// Half of the parts, which divides the GQA ratio as they do, or one.
+/// Half of the parts if that divides the GQA ratio too, otherwise one.
 const fn fewer_parts(parts: u32) -> u32 {
     if parts.is_multiple_of(2) { parts / 2 } else { 1 }
 }
 
-/// The least divisor of a GQA ratio that is so many, or the ratio.
+/// The smallest divisor of a GQA ratio that is at least `wanted`, or the ratio itself.
 fn divisor_from(ratio: u32, wanted: u32) -> u32 {
     (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
 }

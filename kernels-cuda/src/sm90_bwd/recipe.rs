@@ -1,4 +1,4 @@
-//! The Hopper backward: its launches, its workspace, its tensor maps.
+//! The recipe of the Hopper backward: its launches, workspace and tensor maps.
 
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::BwdWorkspace;
@@ -23,13 +23,13 @@ use crate::sm90_bwd::{self, BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdSchedul
 use crate::tile_list::{self, MaskCode, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
-/// The backward on wgmma, its rows before and after.
+/// The backward on wgmma, with the row launches before and after it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm90Bwd {
     tile: Sm90BwdTile,
     schedule: Sm90BwdSchedule,
     deterministic: bool,
-    /// The schedule of the kernel of dBias, if that is wanted.
+    /// The schedule of the kernel of dBias, if dBias is wanted.
     dbias: Option<Sm90BwdSchedule>,
     workspace: BwdWorkspace,
     /// Offset in the workspace of the sums of heads' parts.
@@ -115,7 +115,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             .workspace(problem, &spec, &schedule, q_blocks)
             .and_then(|workspace| workspace.with_captured(problem, 1))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        // The sums of heads' parts lie behind the workspace.
+        // The sums of heads' parts follow the rest of the workspace.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
         let (list, bytes) = match tile_list::serve(problem.fwd()) {
@@ -149,7 +149,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             tiles: blocks.into(),
             ..row_launch(at, source, grid(blocks, sm90_bwd::ROW_THREADS), facts)
         };
-        // CTAs that finish dQ where the main kernel does not; those of dSink's heads follow.
+        // CTAs that finish dQ, unless the main kernel does; those of dSink's heads follow.
         let finished = if tile.finishes_dq() { 0 } else { q_blocks * tile.finish_ctas(&spec).unsigned_abs() };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
         let postprocess = (!tile.finishes_dq() || problem.write_dsink).then(|| {
@@ -233,9 +233,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             ),
             workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
-                // dK and dV have one order in every call. Sums of dQ without one are deterministic only where a
-                // single key block adds to them.
-                // Gradients of captured tensors are added to in memory, by whoever comes first.
+                // Sums of dK and dV are ordered in every call. Unordered sums of dQ are deterministic only if a
+                // single key block adds to them. Gradients of captured tensors are added in global memory in
+                // arbitrary order.
                 deterministic: is_ordered
                     && (spec.deterministic || schedule.num_key_blocks <= tile.walk.cluster()),
                 batch_invariant: keeps_rows,
@@ -258,7 +258,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let mut shared = Sm90BwdTile { head_parts: !tile.head_parts, ..tile };
         shared.fit_finish(&spec);
         let fits = shared.check(&spec).is_ok() && problem.fwd().dims.seqlen_q > 0;
-        // No search tunes this tile field: it follows from the sizes alone.
+        // Tuning does not vary this tile field, since it follows from the sizes alone.
         let head_parts = ("head_parts".to_owned(), shared.head_parts.to_string());
         fits.then(|| knob_values(&shared).into_iter().chain([head_parts]).collect()).into_iter().collect()
     }
@@ -359,8 +359,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     }
 }
 
-/// The launches of gradients of captured tensors, behind all others: `sm80`'s, which read its own statistics of rows.
-/// `makes_stats`: they are not there yet.
+/// The launches for gradients of captured tensors, after all others: those of `sm80`, which read statistics of rows
+/// in `sm80`'s layout. `makes_stats`: a launch must compute these first.
 pub(crate) fn captured_launches(
     problem: &ValidBwd,
     workspace: &BwdWorkspace,
@@ -402,15 +402,15 @@ fn fitted(
 ) -> Result<Sm90BwdTile, String> {
     fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
     let dims = problem.fwd().dims;
-    // The kernel before the main one clears the counter from which persistent CTAs take their tiles, and the sums to
-    // which parts of a kv head add.
+    // The kernel before the main one clears the counter that gives tiles to persistent CTAs, and the sums to which
+    // parts of a kv head add.
     tile.persistent &= dims.seqlen_q > 0;
     tile.head_parts &= dims.seqlen_q > 0;
     // A caller's own value is refused by `check`.
     if !fields.iter().any(|(key, _)| *key == "dq_finish") {
         tile.fit_finish(spec);
     }
-    // Without keys there are no tiles, whose CTAs would finish it.
+    // Without keys there are no tiles, so no CTA of the main kernel would finish dQ.
     if dims.seqlen_k == 0 {
         tile.dq_finish = DqFinish::Launch;
     }
@@ -485,7 +485,8 @@ fn details(
     .collect()
 }
 
-/// The spec of the launches. A row has the same bits under a mask and without one by the text of a mask alone.
+/// The spec of the launches. A row-invariant plan always uses the text with a mask, so that a row has equal bits
+/// with a mask and without.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     let spec = sm90_bwd::masked_spec(problem);
     match options.row_invariant {
@@ -516,8 +517,8 @@ fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Ma
     })
 }
 
-/// Contents of the tensor maps of Q, K, V, dO and O, `(dim, row, head, batch)`. Where no warp loads O by its
-/// map, whose strides the map may not take, dO stands in O's place.
+/// Contents of the tensor maps of Q, K, V, dO and O, `(dim, row, head, batch)`. If no warp loads O by TMA, its map
+/// is that of dO, since a map may not support O's strides.
 #[must_use]
 pub fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
     map_facts_of(call, [tile.loaded_rows(), tile.block_n], tile.makes_delta())

@@ -1,4 +1,4 @@
-//! Cut of a problem's work, and the order in which key blocks run.
+//! Division of a problem's work into tiles, and the order in which key blocks run.
 
 use fmha_core::abi::DevPtr;
 use fmha_core::spec::BwdSpec;
@@ -21,37 +21,39 @@ abi_struct! {
         pub num_key_blocks: i32,
         /// Sequences times kv heads.
         pub num_heads: i32,
-        /// Heads of an L2 head group, whose tiles run before the next group's: their Q, dO and sums of dQ share the L2.
+        /// Heads of an L2 head group. Its tiles run before the next group's, so that their Q, dO and sums of dQ
+        /// stay in the L2.
         pub heads_per_l2_group: i32,
         /// Query blocks of the longest sequence.
         pub num_q_blocks: i32,
-        /// Blocks of dBias, over the axes that it has; 0 where it is not wanted.
+        /// Blocks of dBias, over the axes that it has; 0 if it is not wanted.
         pub num_bias_blocks: i32,
         /// Multiprocessors: CTAs that run at a time.
         pub num_sms: i32,
-        /// Parts of a kv head's query heads, where tiles share them.
+        /// Number of parts of a kv head's query heads, if tiles share them.
         pub num_head_parts: i32,
         /// Parts of the query blocks of each of these.
         pub num_query_parts: i32,
-        /// Least queries of a part, for packed sequences with ordered additions, each of which has parts by
-        /// its own queries: this many where a kv head has few tiles, otherwise four times as many.
+        /// Fewest queries of a part, for packed sequences with ordered additions, where the number of parts depends
+        /// on the sequence's own queries: this number if a kv head has few tiles, otherwise four times as many.
         pub least_queries_of_part: i32,
-        /// Parts of a kv head that go the same way with ordered additions behind a mask: a divisor of its parts.
+        /// Number of a kv head's parts whose walks have one direction, with ordered additions under a mask: a
+        /// divisor of its parts.
         pub parts_together: i32,
-        /// Keeps the address below aligned.
+        /// Padding that aligns the address below.
         pub reserved: i32,
         /// Most key blocks, of all parts of a kv head, that count as few tiles.
         pub few_tiles_of_head: i32,
-        /// Period of heads with ordered additions to dQ: the key blocks of one head in so many are launched
-        /// beside those of others, and behind a mask walk their queries from the last one down. Without a
-        /// mask all heads do, which is 1, or none.
+        /// Period of heads with ordered additions to dQ: of this many heads, the key blocks of one are launched
+        /// together with those of other such heads, and under a mask walk their queries from the last to the first.
+        /// Without a mask the period is 1 (all heads) or 0 (none).
         pub side_by_side_period: i32,
-        /// Number of these heads launched at a time behind a mask.
+        /// Number of such heads that are launched at a time under a mask.
         pub side_by_side_heads: i32,
-        /// Key blocks (of clusters) that run at a time and begin their walks apart, with ordered additions to
-        /// dQ and no mask; 0: as many as a packed sequence's own length gives.
+        /// Number of key blocks (of clusters) that run at a time and begin their walks at different query blocks,
+        /// with ordered additions and no mask; 0: the number follows from a packed sequence's own length.
         pub key_blocks_in_group: i32,
-        /// Query heads of all sequences whose rows preprocess takes; all of them unless the main kernel makes
+        /// Query heads of all sequences whose rows preprocess handles: all of them, unless the main kernel computes
         /// delta.
         pub num_first_query_heads: i32,
         /// Query blocks of the first query heads.
@@ -62,42 +64,42 @@ abi_struct! {
     }
 }
 
-/// Period of heads of a sequence, with ordered additions behind a mask, of which one walks from the last
-/// query down: for packed sequences and for long ones.
+/// Period of heads with ordered additions under a mask, for packed and for long sequences: one head of this many
+/// walks from the last query to the first.
 const SIDE_BY_SIDE_PERIOD: u32 = 8;
 
-/// Period of heads of short sequences: half of the heads walk from the last query down, and their longest key
-/// blocks begin when the others' shortest are done. Rates by a simulation of the order, relative to no order,
-/// with one head of eight and one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight 0.74),
-/// B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73).
+/// Period of heads for short sequences: half of the heads walk from the last query to the first, and their longest
+/// key blocks begin when the other heads' shortest ones end. Rates by a simulation of the order, relative to no
+/// order, with one head of eight and one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight
+/// 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73).
 const SHORT_PERIOD: u32 = 2;
 
-/// Most bytes of Q, dO and the sums of dQ of half of a short sequence's heads: key blocks of heads side by
-/// side come to a query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S
-/// 3520 to 6912, D 128, an H100, with half of the heads upward 0.76 of the rate without order.
+/// Most bytes of Q, dO and the sums of dQ in half of a short sequence's heads. They must stay in the L2, since key
+/// blocks of heads that run together reach a query block at very different times. B3 H48/24 packed, S 3520 to 6912,
+/// D 128, an H100, with half of the heads upward 0.76 of the rate without order.
 const SHORT_BYTES: i64 = 20 << 20;
 
 /// Least number of heads side by side where half of the heads go upward, since key blocks that begin together
 /// wait for each other at their first query block.
 const LEAST_SIDE_BY_SIDE: i64 = 16;
 
-/// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in
-/// the L2.
+/// Bytes of Q, dO and the sums of dQ for heads whose groups of ordered key blocks run together without a mask, such
+/// that they fit the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
-/// Most kv heads, or parts that go one way, of which half go upward where a row's bits depend on no other row.
+/// Most kv heads (or parts with one direction) for which half walk upward in a row-invariant plan.
 const FEW_HEADS: u32 = 8;
 
-/// Period of heads where a row's bits depend on no other row: the direction in which a kv head's key blocks add
-/// follows from its number and that of all kv heads alone, in calls of any lengths. Half of few heads go upward, so
-/// that none of their longest key blocks is the last; of more heads a quarter, which share the L2. Rates by a
-/// simulation of the order, relative to no order, causal, of 4096 and 8192 queries and keys of D 128: 8 heads with a
-/// period of two 1.0 and 0.93, of four 0.72 and 0.94, of eight 0.72 and 0.86; 16 heads 0.93 and 0.98, 0.94 and 0.97,
-/// 0.84 and 0.97.
+/// Period of heads in a row-invariant plan: the direction in which a kv head's key blocks add depends only on the
+/// head's index and the number of kv heads, for calls of any lengths. If heads are few, half of them walk upward,
+/// so that none of their longest key blocks runs last; otherwise a quarter of them, which share the L2. Rates by a
+/// simulation of the order, relative to no order, causal, of 4096 and 8192 queries and keys of D 128: 8 heads with
+/// a period of two 1.0 and 0.93, of four 0.72 and 0.94, of eight 0.72 and 0.86; 16 heads 0.93 and 0.98, 0.94 and
+/// 0.97, 0.84 and 0.97.
 const ROW_PERIOD: u32 = 4;
 
-/// Heads that go upward side by side, of `upward` whose Q, dO and sums of dQ are `head_bytes` each: as many as the L2
-/// has room for. `together`: parts of a head that go the same way.
+/// Number of upward heads that run together: as many of `upward` as fit the L2 with `head_bytes` of Q, dO and sums
+/// of dQ each. `together`: parts of a head with one direction.
 fn near_heads(upward: i64, head_bytes: i64, together: i64) -> i64 {
     let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
     (near / together).max(1)
@@ -110,13 +112,14 @@ fn in_equal_groups(all: i64, most: i64) -> i64 {
 }
 
 impl Sm90BwdSchedule {
-    /// Takes the order in which a row's additions follow from its head and its keys alone. `row_bytes`: of a query's
-    /// Q, dO and sums of dQ. Which heads run side by side changes no bits.
+    /// Sets the order in which a row's additions depend on its head and its keys alone. `row_bytes`: bytes of a
+    /// query's Q, dO and sums of dQ. Which heads run together changes no bits.
     fn take_row_order(&mut self, problem: &BwdProblem, row_bytes: i64) {
         let dims = problem.fwd.dims;
         let parts = self.num_head_parts.unsigned_abs();
-        // A kv head's parts go one way, the later half of a lone one's the other. Parts add to dK and dV one after
-        // another in packed calls, so that none that goes downward may follow one that goes upward.
+        // A kv head's parts have one direction; only a single kv head has the opposite direction in the second half
+        // of its parts. In packed calls parts add to dK and dV one after another, so a part that walks downward
+        // must not follow one that walks upward.
         let together = if dims.num_heads_kv > 1 {
             parts
         } else if parts.is_multiple_of(2) {
@@ -170,7 +173,7 @@ impl Sm90BwdTile {
         self.schedule_in_parts(problem, spec, num_sms, self.num_parts(problem, spec, num_sms))
     }
 
-    /// Schedule of a problem whose rows' bits depend on no other row.
+    /// Schedule of a problem in a row-invariant plan.
     ///
     /// # Errors
     /// More tiles than a grid can have.
@@ -200,7 +203,7 @@ impl Sm90BwdTile {
         let queries = blocks(dims.seqlen_q, self.block_m);
         let count = |name: &str, blocks: u32, heads: u32| {
             let all = u64::from(blocks) * u64::from(heads) * u64::from(dims.batch);
-            // Launches beside the main one have up to eight CTAs a block.
+            // The launches besides the main one have up to eight CTAs per block.
             i32::try_from(all).ok().filter(|&all| all < 1 << 28).ok_or_else(|| {
                 Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^28 or more"))
             })
@@ -239,7 +242,7 @@ impl Sm90BwdTile {
             num_sms: num_sms as i32,
             num_head_parts: parts as i32,
             num_query_parts: query_parts as i32,
-            // All parts of a packed sequence's kv head go the same way.
+            // All parts of a packed sequence's kv head have one direction.
             parts_together: if spec.deterministic && problem.fwd.layout.q == QLayout::Packed {
                 (parts * query_parts) as i32
             } else {
@@ -255,7 +258,7 @@ impl Sm90BwdTile {
         })
     }
 
-    /// The order in which key blocks run: by L2 head groups, and where additions to dQ have an order by that.
+    /// Order in which key blocks run: by L2 head groups, and with ordered additions to dQ also by their order.
     fn order(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts_of_heads: HeadParts) -> Order {
         let dims = problem.fwd.dims;
         let HeadParts { heads: parts, queries: query_parts } = parts_of_heads;
@@ -266,14 +269,15 @@ impl Sm90BwdTile {
         let queries = dims.seqlen_q.div_ceil(self.block_m.unsigned_abs());
         let in_l2 = self.heads_per_l2_group(problem, spec, num_sms, parts_of_heads);
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
-        // Ordered additions: key blocks of a head that are at work together would wait for each other at each
-        // of few query blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256:
-        // 0.17 of the rate without order.
+        // With ordered additions, the key blocks of one head that run at a time would wait for each other at each
+        // of few query blocks, so key blocks of all heads run together. 64 queries over 11931 keys of D 256: 0.17
+        // of the unordered rate otherwise.
         let at_a_time = (num_sms / cluster).max(1);
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
             spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
-        // The device's `place_in_order`. A part of a whole adds to dQ in the whole's order, and has its bits.
+        // Same rule as the device's `place_in_order`. A part of a whole adds to dQ in the whole's order, and so has
+        // equal bits.
         let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
         let all_upward = !is_packed && u64::from(seqlen_q) * 2 < u64::from(seqlen_k);
         // Q and dO, and the sums of dQ.
@@ -308,8 +312,7 @@ impl Sm90BwdTile {
         } else {
             let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
             key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
-            // Which heads run side by side changes no bits: as many as the batch has, of those that the L2
-            // has room for.
+            // Number of heads that run together, which changes no bits: those of the batch that fit the L2.
             let of_batch = i64::from(at_a_time) / i64::from(key_blocks_in_group.max(1));
             let near = (ORDERED_L2_BYTES / head_bytes.max(1)).max(heads.into());
             if self.waits_in_order(spec) { of_batch.min(near).clamp(1, num_heads.max(1)) } else { in_l2 }
@@ -317,7 +320,7 @@ impl Sm90BwdTile {
         Order { heads_per_l2_group, side_by_side_period, side_by_side_heads, key_blocks_in_group }
     }
 
-    /// Heads, or parts of them, whose tiles run before the next ones'.
+    /// Number of heads, or of parts of heads, whose tiles run before the next ones'.
     pub(super) fn heads_per_l2_group(
         &self,
         problem: &BwdProblem,
@@ -328,28 +331,28 @@ impl Sm90BwdTile {
         let dims = problem.fwd.dims;
         let cluster_keys = (self.block_n * self.walk.cluster()).unsigned_abs();
         let keys = dims.seqlen_k.div_ceil(cluster_keys) * self.walk.cluster().unsigned_abs();
-        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions
-        // want a head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
-        // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
-        // 348 at 2k. D 64 at 512 207, 201.
+        // Under a mask key blocks differ in length, and the last head's longest would end alone; ordered additions
+        // need a head's key blocks in sequence. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
+        // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at
+        // 2k. D 64 at 512 207, 201.
         let has_band = tile_list::band_of_tiles(&problem.fwd).kind() != MaskKind::Full;
         let in_groups = has_band && !self.waits_in_order(spec) && dims.seqlen_k >= 1024;
         let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes =
             i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts.heads) * row_bytes;
-        // Some two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
+        // About two tiles per multiprocessor are needed, or the launch ends with the longest tiles of a few heads.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
         let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
         heads_per_l2_group(num_heads, head_bytes, 1, group_bytes)
     }
 
-    /// Groups of a deterministic call without a mask: in how many groups a head's key blocks (of clusters)
-    /// run, a group at a time, and how many heads' groups run side by side. A head's 82 key blocks leave 50
-    /// of 132 multiprocessors to the next head, whose others have yet to run, and it waits for them: two
-    /// groups of 41, three heads side by side, leave nine. Both numbers depend on the heads of a sequence,
-    /// `parts` to a kv head, and not on the batch.
+    /// Groups of a deterministic call without a mask: the number of groups into which a head's key blocks (of
+    /// clusters) are divided, which run one after another, and the number of heads whose groups run together. A
+    /// head's 82 key blocks leave 50 of 132 multiprocessors to the next head, whose others have yet to run, and it
+    /// waits for them: two groups of 41, three heads side by side, leave nine. Both numbers depend on the heads of
+    /// a sequence, `parts` to a kv head, and not on the batch.
     pub(super) fn ordered_groups(
         &self,
         problem: &BwdProblem,
@@ -377,7 +380,7 @@ impl Sm90BwdTile {
     }
 }
 
-/// Queries and keys of a sequence, of the whole one where the call has a part of it.
+/// Queries and keys of the whole sequence, if the call has a part of it.
 pub(super) fn lengths_of_whole(problem: &BwdProblem) -> [u32; 2] {
     let dims = problem.fwd.dims;
     problem.fwd.part.seqlens.unwrap_or([dims.seqlen_q, dims.seqlen_k])

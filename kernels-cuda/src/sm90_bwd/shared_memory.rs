@@ -1,4 +1,4 @@
-//! Shared memory of a CTA: what a tile has there, and its barriers.
+//! Shared memory of a CTA: the parts that a tile needs, and its barriers.
 
 use fmha_core::spec::BwdSpec;
 
@@ -7,7 +7,7 @@ use super::tile::Sm90BwdTile;
 use super::walk::BwdWalk;
 use crate::round_up;
 
-/// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
+/// Number of tile indices in shared memory: the present tile's, and its successor's, which is loaded meanwhile.
 pub(super) const TILE_INDEX_SLOTS: i32 = 2;
 
 impl Sm90BwdTile {
@@ -93,8 +93,8 @@ impl Sm90BwdTile {
         sum
     }
 
-    /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that
-    /// the device agrees.
+    /// Dynamic shared memory of a CTA of dBias' kernel with its own [tile](Self::of_dbias); the entry asserts that
+    /// the device's size is equal.
     #[must_use]
     pub const fn dbias_smem_bytes(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);

@@ -14,7 +14,7 @@ pub const fn padded_dim(spec: &BwdSpec) -> i32 {
     round_up(dim, 64)
 }
 
-/// A head dimension as products take it, 16 at a time.
+/// A head dimension rounded up to whole steps of the products, 16 each.
 pub(super) const fn own_width(dim: i32) -> i32 {
     round_up(dim, 16)
 }
@@ -32,7 +32,7 @@ pub fn masked_spec(problem: &BwdProblem) -> BwdSpec {
     spec
 }
 
-/// Whether a score is more than a scaled product, so that its rows have origins.
+/// Whether scores have modifiers, so that rows have score origins.
 #[must_use]
 pub fn modifies_score(spec: &BwdSpec) -> bool {
     spec.fwd.softcap || spec.fwd.bias != BiasKind::None || spec.fwd.code != CodeKind::None
@@ -47,15 +47,15 @@ pub(super) fn num_modifiers(spec: &BwdSpec) -> i32 {
         + i32::from(dropout)
 }
 
-/// Whether a mask may hide a key or a query from some of a block and not from all, so that 0 times its infinity reaches
-/// rows that it must not; such rows are computed again.
+/// Whether a mask may hide a key or a query from only a part of a block: an infinity in it times P = 0 is then NaN
+/// in rows that do not see it, and such rows are recomputed.
 #[must_use]
 pub fn repairs(spec: &BwdSpec) -> bool {
     spec.fwd.mask != MaskKind::Full
 }
 
-/// Whether queries of a large LSE are left to [`repair`](super::repair), with P of 0 before: those of scores
-/// that nothing modifies. A branch for them in the main kernel's loop costs 2 to 10 %.
+/// Whether queries with a large LSE are left to [`repair`](super::repair), with P = 0 in the main kernel: if scores
+/// have no modifiers. Handling them in the main kernel's loop costs 2 to 10 %.
 #[must_use]
 pub fn leaves_far_queries(spec: &BwdSpec) -> bool {
     !modifies_score(spec)

@@ -1,4 +1,4 @@
-//! The tile for a problem, from a table with its measurements, and of ways of dQ the one that the model has cheapest.
+//! The tile for a problem, from a table with measurements; among the ways to sum dQ, the cheapest by the model.
 
 use fmha_core::spec::{BiasKind, BwdSpec};
 use fmha_core::tune::Candidates;
@@ -29,12 +29,13 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     if tile.walk == BwdWalk::InClusters && !spec.deterministic && half_a_cluster_is_idle(problem) {
         tile.walk = BwdWalk::SplitDims;
     }
-    // The way of dQ that the model has cheapest, of those that the table's tile takes.
+    // Among the ways to sum dQ that the table's tile supports, the cheapest by the model is taken.
     if let Some(best) = dq_candidates_of(&tile, problem, spec).cheapest(0.0) {
         (tile.dq_path, tile.dq_finish) = best.choice;
     }
     let apart = tile.with_dq_apart(spec);
-    // Lists say which key blocks have sums of a query block, and finishing reads all of them.
+    // Lists decide which key blocks have sums of a query block, but finishing reads the sums of all, so lists
+    // exclude separate sums.
     let may_be_apart = spec.deterministic && !tile_list::serve(fwd);
     if may_be_apart && cost::wants_dq_apart(&tile, &apart, problem, spec) {
         tile = apart;
@@ -63,19 +64,19 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     tile
 }
 
-/// Whether the second CTA of a cluster of 128 keys would often have none: of short sequences, packed ones or
-/// those that end in a cluster's first half. An H200, D 256, with clusters and without: packed B3 H32/4
-/// causal of 72 to 167 74 and 66 us, B64 H4 of 33 to 252 112 and 106; B32 H16 full of 48 97 and 83, 100 173
-/// and 176, 128 179 and 189, 155 296 and 276, 192 312 and 293, 256 397 and 415, 320 590 and 559; B3 H16/1
-/// S448 in a window 94 and 97, packed B4 H15/3 causal of 248 to 704 141 and 144.
+/// Whether the second CTA of a cluster of 128 keys would often have no keys: in short sequences that are packed or
+/// that end in a cluster's first half. On an H200, D 256, with clusters and without: packed B3 H32/4 causal of 72
+/// to 167 74 and 66 us, B64 H4 of 33 to 252 112 and 106; B32 H16 full of 48 97 and 83, 100 173 and 176, 128 179 and
+/// 189, 155 296 and 276, 192 312 and 293, 256 397 and 415, 320 590 and 559; B3 H16/1 S448 in a window 94 and 97,
+/// packed B4 H15/3 causal of 248 to 704 141 and 144.
 fn half_a_cluster_is_idle(problem: &BwdProblem) -> bool {
     let keys = problem.fwd.dims.seqlen_k;
     let is_packed = problem.fwd.layout.q == QLayout::Packed;
     if is_packed { keys <= 256 } else { keys <= 320 && keys.div_ceil(64) % 2 == 1 }
 }
 
-/// The ways of dQ that a call may have, with what the model says of each: how it comes to its sums, and where
-/// these become dQ. Fewer than two where the other fields leave no choice.
+/// The ways to sum dQ that a call may use, with modelled times: how dQ is added to its sums, and which launch
+/// converts them to dQ. Fewer than two if the other fields leave no choice.
 #[must_use]
 pub fn dq_candidates(problem: &BwdProblem, spec: &BwdSpec) -> Candidates<(DqPath, DqFinish)> {
     dq_candidates_of(&choose_tile(problem, spec), problem, spec)
@@ -87,8 +88,9 @@ fn dq_candidates_of(
     spec: &BwdSpec,
 ) -> Candidates<(DqPath, DqFinish)> {
     let dims = problem.fwd.dims;
-    // Delta beside the products is for scores that nothing but dropout changes. A band leaves each block few
-    // keys, and packed sequences may be short: packed 32/8 causal 548 TFLOP/s without and 535 with it.
+    // Computing delta in the main kernel is only supported for scores without modifiers other than dropout. A band
+    // leaves each block few keys, and packed sequences may be short: packed 32/8 causal ran at 548 TFLOP/s without
+    // and 535 with it.
     let of_dropout_alone = num_modifiers(spec) == i32::from(spec.fwd.dropout);
     let may_make_delta = of_dropout_alone
         && spec.fwd.q_layout == QLayout::Batch
@@ -110,7 +112,7 @@ fn dq_candidates_of(
         let way = Sm90BwdTile { dq_path, dq_finish, ..*tile };
         let mut fitted = way;
         fitted.fit_finish(spec);
-        // Preprocess makes all of delta where few heads are left to make it of.
+        // Preprocess computes all of delta if it would remain to be computed for few heads.
         let makes_delta =
             !way.makes_delta() || may_make_delta && cost::first_heads(&way, problem, spec) <= 0.5;
         (fitted == way && makes_delta).then_some(way)
@@ -178,8 +180,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        // The consumers of clusters have enough in 232; with 24 the thread that takes tile indices spills 140
-        // bytes, and the thread that polls 96.
+        // Consumers of clusters need no more than 232 registers; with 24 the thread that takes tile indices spills
+        // 140 bytes, and the polling thread 96.
         load_registers: if walk.cluster() > 1 { 40 } else { 24 },
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
@@ -191,7 +193,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
     };
-    // One modifier takes too many registers at D 64 already, unless it is ALiBi.
+    // At D 64 one modifier already needs too many registers, unless it is ALiBi.
     let wants_registers = modifiers > 1 || (dim == 64 && modifiers == 1 && spec.fwd.bias != BiasKind::Alibi);
     if !split_dims && !in_parts && wants_registers {
         tile.take_registers();
@@ -202,22 +204,22 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
 }
 
 impl Sm90BwdTile {
-    /// Gives up what holds two products at a time, where dimensions are whole: some modifiers want those
-    /// registers (bytes that ptxas spills of D 64 with an elementwise bias: 500, then 0; of D 128 with
-    /// soft-cap, bias and dropout: 320, then 0; of D 64 with a soft-cap 40, with dropout 50).
+    /// Turns off settings that keep two products in flight, for walks with undivided dimensions, because some
+    /// modifiers need those registers (bytes that ptxas spills of D 64 with an elementwise bias: 500, then 0; of D
+    /// 128 with soft-cap, bias and dropout: 320, then 0; of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.walk, self.edges_apart, self.exp2_polynomials) = (BwdWalk::LateDp, false, 0);
     }
 
-    /// Returns this tile with the fields by which a row's bits depend on no other row. A polynomial in place of an
-    /// exponential has other bits, and which elements have one follows from a query's place in its block.
+    /// Returns this tile with the settings for row invariance: exponentials computed by a polynomial have other
+    /// bits, and which elements use it depends on a query's place in its block.
     pub(super) fn in_row_order(&self, problem: &BwdProblem) -> Self {
         let head_parts = problem.fwd.dims.seqlen_q > 0 && Self::parts_in_row_order(problem) > 1;
         Self { exp2_polynomials: 0, head_parts, ..*self }
     }
 
-    /// Returns this tile with each key block's sums of dQ apart: CTAs are persistent as they are without an
-    /// order.
+    /// Returns this tile with separate sums of dQ for each key block: CTAs are then persistent, as with unordered
+    /// sums.
     fn with_dq_apart(&self, spec: &BwdSpec) -> Self {
         let without_order = default_tile(&BwdSpec { deterministic: false, ..*spec });
         Self { dq_path: DqPath::Apart, persistent: without_order.persistent, ..*self }

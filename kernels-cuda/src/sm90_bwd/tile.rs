@@ -1,4 +1,4 @@
-//! The tile: its fields, how consumers share out its work, and what follows from its way of dQ.
+//! The tile: its fields, how consumers divide its work, and consequences of its way to sum dQ.
 
 use fmha_core::fields::Takes;
 use fmha_core::spec::BwdSpec;
@@ -26,26 +26,28 @@ abi_spec! {
         pub stages_dbias: i32 = Takes::within(1, 4),
         /// The loop of the consume role.
         pub walk: BwdWalk = Takes::all().tuned(),
-        /// Path of dQ to its sums.
+        /// How dQ is added to its sums.
         pub dq_path: DqPath = Takes::all().tuned(),
         /// Place where the sums become dQ.
         pub dq_finish: DqFinish = Takes::all().tuned(),
-        /// Registers of a thread outside the consumers, which have the others.
+        /// Registers of a thread outside the consumers; the consumers have the rest.
         pub load_registers: i32 = Takes::among(&[24, 40]).tuned(),
-        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own
-        /// rounds; else one tile walks all of them.
+        /// Whether a kv head's query heads are divided among several tiles, whose sums of dK and dV a separate
+        /// launch rounds; otherwise one tile processes all of them.
         pub head_parts: bool = Takes::all(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
         pub edges_apart: bool = Takes::all().tuned(),
         /// Exponentials that are polynomials on the multiply-add pipe, of each 16.
         pub exp2_polynomials: i32 = Takes::within(0, 8).tuned_over(&[0, 2, 4, 6]),
-        /// A CTA to a multiprocessor, which takes key block after key block; else a CTA to a key block.
+        /// Whether there is one CTA per multiprocessor that processes key blocks one after another; otherwise one
+        /// CTA per key block.
         pub persistent: bool = Takes::all().tuned(),
-        /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
+        /// Whether soft-caps use `tanh(y) = 1 - 2 / (1 + exp(2 y))`; otherwise a `tanh` that is exact for small
+        /// scores too.
         pub fast_softcap: bool = Takes::all(),
-        /// O and dO are read 16 bytes at a time; else element by element.
+        /// Whether O and dO are read 16 bytes at a time; otherwise by elements.
         pub vector_load: bool = Takes::nothing(),
-        /// Gradients are stored 16 bytes at a time; else element by element.
+        /// Whether gradients are stored 16 bytes at a time; otherwise by elements.
         pub vector_store: bool = Takes::nothing(),
     }
 }
@@ -53,7 +55,7 @@ abi_spec! {
 /// Queries of a consumer's S where dimensions are split.
 pub(super) const SPLIT_QUERIES: i32 = 32;
 
-/// The padded head dimension whose dQ the consumers compute transposed, and share out by its dimension.
+/// The padded head dimension at which consumers compute dQ transposed, and divide it by its dimension.
 pub(super) const TRANSPOSED_DQ_DIM: i32 = 128;
 
 pub(super) const fn transposes_dq(padded_dim: i32) -> bool {
@@ -62,8 +64,8 @@ pub(super) const fn transposes_dq(padded_dim: i32) -> bool {
 
 abi_functions! {
     pub(super) fn tile_text() of tile: Sm90BwdTile {
-        /// Consumer warpgroups: of 64 keys of the block each; or, with split dimensions, of all of its 64 keys, and 32
-        /// of the queries of S with a part of the dimension of dQ, dK and dV, or one of dK and dV.
+        /// Consumer warpgroups. Each has 64 keys of the block; or, with divided dimensions, all of its 64 keys with
+        /// 32 of the queries of S and a part of the dimension of dQ, dK and dV, or with one of dK and dV.
         pub const fn num_consumers(&self) -> i32 {
             if self.walk.splits_dims() { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
         }
@@ -73,7 +75,7 @@ abi_functions! {
             128 * (1 + self.num_consumers())
         }
 
-        /// Whether each key block has sums of dQ of its own.
+        /// Whether each key block has separate sums of dQ.
         pub const fn keeps_dq_apart(&self) -> bool {
             matches!(self.dq_path, DqPath::Apart)
         }
@@ -93,8 +95,8 @@ abi_functions! {
             matches!(self.dq_finish, DqFinish::BesideWithDelta)
         }
 
-        /// Whether one slot holds P: with a gradient each, dQ needs room on its way out, and a block's P are stored
-        /// when those of the block before have been read.
+        /// Whether P has a single slot: with `GradientEach` dQ needs room before it is stored, and P of a block is
+        /// stored only after that of the block before was read.
         pub(super) const fn has_one_probs(&self) -> bool {
             matches!(self.walk, BwdWalk::GradientEach) && !self.adds_from_registers()
         }
@@ -102,7 +104,8 @@ abi_functions! {
 }
 
 impl Sm90BwdTile {
-    /// Queries of a consumer's S; columns of its dK and of its dV, or of the one that it has and none.
+    /// Number of queries of a consumer's S; then of columns of its dK and of its dV, one of which is 0 if it
+    /// computes only the other.
     pub(super) const fn consumer_columns(&self, spec: &BwdSpec) -> (i32, i32, i32) {
         let dim = padded_dim(spec);
         let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
@@ -121,7 +124,7 @@ impl Sm90BwdTile {
         if self.walk.score_parts() > 1 { own_width(spec.fwd.head_dim_qk) } else { padded_dim(spec) }
     }
 
-    /// Columns of a consumer's share of dQ, of all CTAs of its cluster.
+    /// Columns of a consumer's share of dQ, over all CTAs of its cluster.
     pub(super) const fn dq_columns(&self, spec: &BwdSpec) -> i32 {
         if matches!(self.walk, BwdWalk::GradientEach) {
             // A chunk; the third one's halves are multiplied as the whole.
@@ -135,7 +138,7 @@ impl Sm90BwdTile {
         }
     }
 
-    /// V's dimension in shared memory: that of Q and K, or where there is no room for it its own.
+    /// V's dimension in shared memory: padded to that of Q and K, or its own if there is no room.
     pub(super) const fn v_columns(&self, spec: &BwdSpec) -> i32 {
         if self.walk.score_parts() > 1 { round_up(spec.fwd.head_dim_v, 64) } else { padded_dim(spec) }
     }
@@ -146,8 +149,8 @@ impl Sm90BwdTile {
         self.block_m / self.walk.cluster()
     }
 
-    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block,
-    /// which divide the main kernel's, since that lays the rows' numbers out.
+    /// The tile of dBias' kernel: it keeps sums besides S and dP, so its blocks have fewer queries, a divisor of
+    /// the main kernel's number, which determines the layout of row statistics.
     #[must_use]
     pub const fn of_dbias(&self) -> Self {
         Self {
@@ -185,8 +188,9 @@ impl Sm90BwdTile {
         fits && !modifies_score(spec)
     }
 
-    /// Takes the nearest finish of dQ that the other fields allow and shared memory has room for: a launch of
-    /// its own where the main kernel may not finish it, and delta by preprocess where that may not make it.
+    /// Sets the way to finish dQ that is nearest to the present one and compatible with the other fields and the
+    /// shared memory: a separate launch if the main kernel cannot finish it, and delta by preprocess if the main
+    /// kernel cannot compute it.
     pub fn fit_finish(&mut self, spec: &BwdSpec) {
         if self.makes_delta() && !self.may_make_delta(spec) {
             self.dq_finish = DqFinish::Beside;

@@ -1,4 +1,5 @@
-//! Walk of a tile: the loop of the consume role, the path of dQ to its sums, and where these become dQ.
+//! The walk of a tile (the loop of the consume role), how dQ is added to its sums, and which launch converts these
+//! to dQ.
 
 use fmha_core::{abi_enum, abi_functions};
 
@@ -6,8 +7,8 @@ use fmha_core::{abi_enum, abi_functions};
 /// block's products (`consume/`, a file each).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BwdWalk {
-    /// Head dimensions to 128: a consumer has 64 keys and the whole dimension, walks one query block after
-    /// another, and starts dP beside the scores.
+    /// For head dimensions up to 128: a consumer has 64 keys and the whole dimension, processes one query block
+    /// after another, and starts dP together with the scores.
     InOrder,
     /// `InOrder` with dP started when P is made, which leaves more registers for modifiers.
     LateDp,
@@ -20,12 +21,11 @@ pub enum BwdWalk {
     /// Head dimension 256: both consumers have the CTA's 64 keys. Each has 32 of the queries of S, and half
     /// of the dimension of dQ, dK and dV.
     SplitDims,
-    /// `SplitDims` by the two CTAs of a cluster, which have neighbouring key blocks. They send each other
-    /// their dS, and each adds half of dQ's dimension for both. The next block's scores are started before
-    /// this block's products are done.
+    /// `SplitDims` in a cluster of two CTAs with neighbouring key blocks. They exchange their dS, and each adds
+    /// half of dQ's dimension for both. The next block's scores start before this block's products end.
     InClusters,
-    /// `InClusters` at head dimension 192, whose thirds two consumers cannot share out: one consumer has dK,
-    /// the other dV, of all columns.
+    /// `InClusters` at head dimension 192, whose thirds two consumers cannot divide: one consumer computes dK, the
+    /// other dV, with all columns.
     GradientEach,
 }
 
@@ -49,7 +49,7 @@ impl BwdWalk {
         matches!(self, Self::EarlyScores | Self::InClusters | Self::GradientEach)
     }
 
-    /// Parts of a block's queries whose scores are made one after the other.
+    /// Number of parts of a block's queries whose scores are computed one after the other.
     pub(super) const fn score_parts(self) -> i32 {
         if matches!(self, Self::HalfBlocks) { 2 } else { 1 }
     }
@@ -57,8 +57,8 @@ impl BwdWalk {
 
 abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, InClusters, GradientEach });
 
-/// Path of a key block's share of dQ to the sums in memory (`dq/`). In deterministic calls additions have an
-/// order, and the first of it stores.
+/// How a key block's share of dQ is added to the sums in global memory (`dq/`). In deterministic calls additions
+/// are ordered, and the first one is a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqPath {
     /// Consumers add from their registers.
@@ -68,9 +68,9 @@ pub enum DqPath {
     /// The store warp of the first key block to reach a query block stores its dQ; the other key blocks'
     /// store warps add to it.
     FirstStores,
-    /// Each key block stores sums of its own, from registers or by the store warp, as its walk has it. The
-    /// launch that finishes dQ adds them in the deterministic order, so the bits do not change; for
-    /// deterministic calls. No key block waits for another, but as many numbers are read as are written.
+    /// Each key block stores separate sums, from registers or by the store warp, depending on its walk. The launch
+    /// that finishes dQ adds them in the deterministic order, so bits do not change; for deterministic calls. No
+    /// key block waits for another, but all sums are written and read once more.
     Apart,
 }
 
@@ -81,10 +81,10 @@ abi_enum!(DqPath { Registers, StoreWarp, FirstStores, Apart });
 pub enum DqFinish {
     /// A launch after the main kernel.
     Launch,
-    /// A warp of its own in the main kernel, while the L2 may still hold the sums. For persistent CTAs.
+    /// An extra warp in the main kernel finishes dQ, while the sums may still be in the L2. For persistent CTAs.
     Beside,
-    /// A warp in the main kernel, as with `Beside`. While no dQ is ready, the warp makes LSE in log2 and
-    /// delta of all heads' rows but those of the first tiles, which preprocess makes.
+    /// An extra warp in the main kernel, as with `Beside`. While no dQ is ready, it computes LSE in log2 and delta
+    /// for all rows except those of the first tiles' heads, which preprocess computes.
     BesideWithDelta,
 }
 

@@ -9,18 +9,18 @@ use super::spec::{leaves_far_queries, padded_dim, repairs};
 use super::tile::Sm90BwdTile;
 use super::walk::DqPath;
 
-/// Whether each part of a kv head's queries has sums of dK and dV of its own, as the device text has it (`work.cuh`):
-/// all but deterministic packed calls, whose parts add to the same sums one after another. So dK and dV have one order
-/// of additions in every call.
+/// Whether each part of a kv head's queries has separate sums of dK and dV, as in the device text (`work.cuh`): in
+/// all calls but deterministic packed ones, whose parts add to shared sums one after another. So dK and dV have a
+/// fixed order of additions in every call.
 #[must_use]
 pub(super) fn keeps_head_sums_apart(spec: &BwdSpec) -> bool {
     !(spec.deterministic && spec.fwd.q_layout == QLayout::Packed)
 }
 
 impl Sm90BwdTile {
-    /// The statistics of `q_blocks` query blocks, the sums of dQ, and flags: what is not finite, query blocks
-    /// with far queries; where the main kernel finishes dQ, the number of each head's key blocks that are
-    /// done; and where it makes delta, of each query head's blocks that are made. `None`: 2^62 bytes or more.
+    /// Workspace of `q_blocks` query blocks: their statistics, the sums of dQ, and flags for non-finite numbers and
+    /// for far queries. If the main kernel finishes dQ, also the number of each head's finished key blocks; if it
+    /// computes delta, also that of each query head's computed blocks. `None` if 2^62 bytes or more.
     pub(super) fn workspace(
         &self,
         problem: &BwdProblem,
@@ -43,14 +43,14 @@ impl Sm90BwdTile {
         BwdWorkspace::new(problem, self.block_m.unsigned_abs(), Some(sums), flags)
     }
 
-    /// Sums of dQ of a query row: those of each key block (of a cluster), or one.
+    /// Number of sums of dQ for a query row: one for each key block (of a cluster), or one.
     #[must_use]
     pub fn dq_parts(&self, problem: &BwdProblem) -> u32 {
         let keys = (self.block_n * self.walk.cluster()).unsigned_abs();
         if self.keeps_dq_apart() { problem.fwd.dims.seqlen_k.div_ceil(keys).max(1) } else { 1 }
     }
 
-    /// Bytes of the sums of dQ of all its rows, 2^64 - 1 of more.
+    /// Bytes of the sums of dQ of all rows; 2^64 - 1 if there are more.
     pub(super) fn dq_bytes(&self, problem: &BwdProblem, spec: &BwdSpec) -> u64 {
         let dims = problem.fwd.dims;
         let rows =
@@ -59,7 +59,7 @@ impl Sm90BwdTile {
         rows.saturating_mul(row_bytes)
     }
 
-    /// Whether the sums of dQ that key blocks have apart are few enough.
+    /// Checks that the separate sums of dQ of key blocks take at most 4 GiB.
     ///
     /// # Errors
     /// More than 4 GiB of them.
@@ -90,8 +90,8 @@ impl Sm90BwdTile {
         u64::from(self.block_n.unsigned_abs()) * 8 * u64::from(padded_dim(spec).unsigned_abs())
     }
 
-    /// Flags, one to each consumer warp of each tile and one to each CTA that finishes dQ, or each query
-    /// block: whether its dK and dV, or its dQ, have a number that is not finite. None without [`repairs`].
+    /// Number of flags that mark non-finite numbers: one for each consumer warp of each tile (dK or dV), and one
+    /// for each CTA that finishes dQ, or for each query block. 0 without [`repairs`].
     fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
             let of_queries = u64::from(q_blocks) * u64::from(self.finish_ctas(spec).unsigned_abs());

@@ -1,4 +1,4 @@
-//! Wide heads and latent attention on Hopper: which problems it takes, its tile, its launches.
+//! The recipe for wide heads and latent attention on Hopper: supported problems, tile, launches.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
@@ -123,8 +123,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros;
-                // but how its keys are split depends on what else is in the call, and whether a list is cut.
+                // Batch invariance: a row's blocks begin at multiples of 64 keys, and blocks that only other rows
+                // see add zeros; but how its keys are split depends on the rest of the call, and so does whether a
+                // list is split.
                 batch_invariant: !is_split && (!problem.walks_lists() || options.batch_invariant),
                 row_invariant: false,
                 graph_capturable: true,
@@ -144,7 +145,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         // A tensor without rows may lie anywhere.
         let has_keys = problem.shape_k().seq > 0;
         match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q if problem.cache.rotary.is_none() => ALIGN,
             Operand::K if has_keys => ALIGN,
             Operand::V if has_keys && !tile.v_in_k => ALIGN,
@@ -162,7 +163,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
             let (mut schedule, mut listed) = (schedule, listed);
-            // A kernel over all keys takes one argument fewer; the driver reads as many as a kernel has.
+            // A kernel over all keys has one argument fewer; the driver reads as many as a kernel declares.
             let mut arguments = [
                 (&raw mut *params).cast(),
                 (&raw const maps).cast_mut().cast(),
@@ -179,7 +180,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
     }
 }
 
-/// A kernel argument: what TMA has to know of K and V.
+/// A kernel argument: the tensor maps of K and V.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub(crate) struct Maps {

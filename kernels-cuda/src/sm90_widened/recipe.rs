@@ -1,5 +1,5 @@
-//! A cache in FP8 or in pages that is brought once to where the kernel of 16-bit caches reads it: which
-//! problems it takes, the launch before that kernel.
+//! The recipe for an FP8 or paged cache that is first converted for the kernel of 16-bit caches: supported
+//! problems, and the converting launch.
 
 use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 use fmha_core::error::{Refusal, Result};
@@ -24,17 +24,17 @@ const UPDATE_NAME: &str = "widened_update";
 pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
     /// Name of the kernel that reads the widened cache.
     const WIDENED: &'static str;
-    /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper. A reader that gathers none
-    /// reads them as they lie.
+    /// Whether 16-bit caches in other layouts are gathered for the reading kernel, if that is cheaper. Otherwise it
+    /// reads them in place.
     const GATHERS: bool;
     /// Elements of a key, and of a value, up to which the reader takes them.
     const MOST_DIMS: [u32; 2] = text::NARROW;
 
-    /// The reader's choice for a problem, with the tile that `like` has: the same problem over a cache that lies
-    /// otherwise.
+    /// The reading kernel's choice for a problem, with the tile of `like`, the same problem with another cache
+    /// layout.
     ///
     /// # Errors
-    /// The field that it does not take, and its number.
+    /// The field that the kernel does not support, and its value.
     fn choose_like(
         like: &ValidFwd,
         problem: &ValidFwd,
@@ -111,8 +111,8 @@ pub struct Widened<R> {
     reader: R,
 }
 
-/// Refuses, unasked, what the model has cheaper in a kernel that reads the cache as it lies, and workspaces
-/// that are too large.
+/// Refuses, unless the caller asks for this kernel, problems that by the model are cheaper in a kernel that reads
+/// the cache in place, and too large workspaces.
 fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Result<(), String> {
     if places.bytes > text::MOST_BYTES {
         return Err(format!(
@@ -143,7 +143,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
-        // A reader that gathers nothing is asked for its device where there is a cache to widen.
+        // For a reader that gathers nothing, the device is only checked if there is a cache to convert.
         if R::GATHERS { R::runs_on(facts) } else { Ok(()) }
     }
 
@@ -162,10 +162,9 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let wide = text::wide_problem(R::WIDENED, R::MOST_DIMS, problem)?
             .validate()
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
-        // The reader is chosen by name, or it would leave short queries to others.
+        // The reader is chosen by name, since otherwise it would leave short queries to other kernels.
         let of_reader = options.clone().kernel(R::about().name);
-        // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as
-        // it lies.
+        // A quantised cache has the tile, parts and order of the call on a 16-bit cache, if that is read in place.
         let twin = problem.over_wide_cache().filter(|twin| !R::GATHERS || sm90::reads_as_it_lies(twin));
         let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
         let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
@@ -175,13 +174,14 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
             return Err(refuse(format!("append of seqlen_new {} is not taken", append.seqlen_new)));
         }
         let places = Places::new(problem, choice.workspace).map_err(refuse)?;
-        // The bits of a quantised cache have no price: it is the reader's where its twin is.
+        // A quantised cache must be bit-equal to the 16-bit cache, whatever the price: the reader computes it if it
+        // computes that call.
         if options.kernel.is_none() && !cached {
             if sm90::reads_as_it_lies(problem) {
                 return Err(refuse(format!("kv_layout {:?}: sm90 reads it as it lies", problem.layout.kv)));
             }
             if options.batch_invariant {
-                // Whether gathering is worth it goes by the batch and by how many queries there are.
+                // Gathering pays off depending on the batch and the number of queries.
                 return Err(refuse(
                     "batch_invariant: rows in pages are read as they lie, by one kernel".to_owned(),
                 ));
@@ -264,8 +264,8 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
             // and that the workspace, in which the cache lies, is as large as the plan says.
             unsafe { widen.launch(&mut arguments, call.stream)? };
         }
-        // SAFETY: the caller's promise, of operands of which the cache alone lies elsewhere: in the
-        // workspace, behind the reader's own part of it, as large as its problem says.
+        // SAFETY: the caller's promise for the operands, of which only the cache lies elsewhere: in the workspace,
+        // after the reader's own part of it, as large as its problem requires.
         self.with_wide(call, |wide| unsafe { self.reader.launch(steps, wide) })
     }
 }

@@ -1,4 +1,4 @@
-//! Parts of the keys, and the launch that merges them, which all forward kernels have in common.
+//! Parts of the keys, and the merging launch, for all forward kernels.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::error::Result;
@@ -11,8 +11,8 @@ use crate::nvidia::{DeviceFacts, FwdCall, row_launch};
 use crate::split::{self, Cut, Merging, RowsAtOnce};
 use crate::tree_mask;
 
-/// The launch that merges the parts of a problem's keys, of so many `queries` at a time, under the name of `kernel` in
-/// plans, if keys are cut. It starts while the parts' grid ends where the device can do so.
+/// The launch that merges the parts of a problem's keys, for this many `queries` at a time, named after `kernel` in
+/// plans; `None` if keys are not split. It starts while the parts' grid ends, if the device supports that.
 pub(crate) fn merge(
     kernel: &'static str,
     problem: &ValidFwd,
@@ -39,8 +39,9 @@ pub(crate) fn merge(
     Some(row_launch((Stage::Merge, kernel), source, grid, facts))
 }
 
-/// Queues a kernel whole; or, where the plan merges parts of the keys, some row blocks at a time and the merge behind
-/// them. `main` queues the kernel with what it reads, for so many row blocks from a first one on.
+/// Queues a kernel for all rows; or, if the plan merges parts of the keys, for some row blocks at a time, each
+/// followed by the merge. `main` queues the kernel with its arguments for a number of row blocks, from a first one
+/// on.
 ///
 /// # Safety
 /// As [`fmha_core::Launch::launch`]; the workspace, in which O and LSE of the parts lie, is that of a plan of the same
@@ -58,7 +59,7 @@ pub(crate) unsafe fn run<D: Driver>(
     let Some(merge) = steps.at(Stage::Merge) else { return main(&mut whole, (0, i32::MAX)) };
     let mut tree = tree_mask::bind(call.problem, call.args);
     let mut keys = TokenParams::of(call);
-    // A kernel without a tree or lists takes one argument fewer; the driver reads as many as a kernel has.
+    // A kernel without a tree or lists has one argument fewer; the driver reads as many as a kernel declares.
     let last = if call.problem.walks_lists() { keys.as_mut_ptr() } else { (&raw mut tree).cast() };
     let all = call.problem.dims.seqlen_q;
     for n in 0..all.div_ceil(at_once.queries.max(1)) {
@@ -75,7 +76,7 @@ pub(crate) unsafe fn run<D: Driver>(
     Ok(())
 }
 
-/// Cut of the keys as plans print it; `None` where they are not cut.
+/// How keys are split, as plans print it; `None` if they are not split.
 pub(crate) fn words(cut: Cut) -> Option<String> {
     if let Some(shares) = cut.shares {
         return Some(format!(

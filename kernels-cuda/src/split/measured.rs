@@ -1,4 +1,4 @@
-//! Rows of `measured.tsv`: what few queries took on a device, by how their keys were walked.
+//! Rows of `measured.tsv`: times of calls with few queries on a device, for different ways to divide their keys.
 
 use fmha_core::{DType, Dims, FwdProblem, KvLayout, MaskSpec, ValidFwd};
 
@@ -9,12 +9,12 @@ use crate::sm90;
 /// An H200, which measured.
 pub const ROOM: Room = Room { smem_bytes: 232_448, num_sms: 132 };
 
-/// A call: all of a row but how it was computed and how long it took.
+/// A call: a row without the way in which it was computed and its time.
 #[derive(Clone, Debug)]
 pub struct Call {
     /// The columns, which name the call.
     pub name: String,
-    /// The problem as a plan sees it.
+    /// The problem in the form for which a plan is made.
     pub problem: ValidFwd,
 }
 
@@ -23,7 +23,7 @@ impl Call {
     /// device alone knows), head dimension, rows of a page or `-`.
     ///
     /// # Errors
-    /// The columns that are none.
+    /// The columns that cannot be parsed.
     pub fn parsed(columns: &[&str]) -> Result<Self, String> {
         let name = columns.join(" ");
         let whole = || {
@@ -50,7 +50,7 @@ impl Call {
         whole().map(|problem| Self { name: name.clone(), problem }).ok_or(format!("no call: {name}"))
     }
 
-    /// All ways in which kernels can compute it: the kernel, its tile's words, what a price asks.
+    /// All ways in which kernels can compute the call: the kernel, its tile in words, and the input of a price.
     #[must_use]
     pub fn ways(&self) -> Vec<(&'static str, String, Walk)> {
         let problem = &self.problem;
@@ -84,7 +84,7 @@ impl Call {
 /// A measured row.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// The run, whose rows are comparable with each other.
+    /// The name of the run; only rows of one run are comparable.
     pub run: String,
     /// The call.
     pub call: Call,
@@ -99,7 +99,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// The walk of the row, with the constants of its kernel.
+    /// The row's way to divide keys, with its kernel's constants.
     #[must_use]
     pub fn walk(&self, constants: &Constants) -> Option<Walk> {
         let ways = self.call.ways();

@@ -1,8 +1,8 @@
-//! One price for all ways in which few queries walk their keys: a tile a CTA, in parts, or in equal shares.
+//! One price for all ways to divide the keys of few queries: one tile per CTA, parts, or equal shares.
 //!
-//! A price is microseconds of an H200: a launch, the walk of the multiprocessor that has most of it or the time in
-//! which memory gives all keys, whichever is longer, and the merge of parts. `rates.tsv` has the constants, which
-//! `cargo run --release -p fmha-kernels-cuda --example rates` fits to `measured.tsv`.
+//! A price is a time in microseconds on an H200: a launch; then the time of the multiprocessor with the most keys,
+//! or that in which memory delivers all keys, whichever is longer; and the merge of parts. `rates.tsv` has the
+//! constants, which `cargo run --release -p fmha-kernels-cuda --example rates` fits to `measured.tsv`.
 
 use std::sync::LazyLock;
 
@@ -15,9 +15,9 @@ use super::{has_like_lengths, seen_keys};
 pub enum Keys {
     /// A CTA walks all keys of a tile.
     Whole,
-    /// A CTA walks so many keys of a tile.
+    /// A CTA processes this many keys of a tile.
     Parts(u32),
-    /// CTAs, so many of them, walk equal numbers of blocks, of one tile or several.
+    /// This many CTAs process equal numbers of blocks, of one tile or several.
     Shares(u32),
 }
 
@@ -32,7 +32,7 @@ impl Keys {
         }
     }
 
-    /// By its words ([`Display`](std::fmt::Display)).
+    /// Finds the value by the text that [`Display`](std::fmt::Display) prints.
     #[must_use]
     pub fn parsed(words: &str) -> Option<Self> {
         let number = |name: &str| words.strip_prefix(name)?.parse().ok();
@@ -58,19 +58,19 @@ impl std::fmt::Display for Keys {
 pub struct Rates {
     /// Microseconds of a launch and its first bytes.
     pub launch: f64,
-    /// Bytes of K and V a microsecond of a CTA that has a multiprocessor for itself.
+    /// Bytes of K and V per microsecond for a CTA that has a multiprocessor to itself.
     pub alone: f64,
     /// Bytes a microsecond of all CTAs of a multiprocessor.
     pub together: f64,
     /// Operations of Q K and P V a microsecond of a multiprocessor, of rows that a tile has, whether in use or not.
     pub products: f64,
-    /// Microseconds in which a CTA begins a tile and ends it.
+    /// Microseconds to begin and end a tile in a CTA.
     pub begin: f64,
-    /// Microseconds in which shares are found.
+    /// Microseconds to compute the shares.
     pub scan: f64,
-    /// Microseconds of a block of a CTA that has a multiprocessor for itself, besides its bytes: a latency of memory.
+    /// Microseconds of a block, besides its bytes, for a CTA that has a multiprocessor to itself: a memory latency.
     pub block: f64,
-    /// Microseconds in which a multiprocessor finds a key whose block lies in several pages.
+    /// Microseconds in which a multiprocessor looks up a key whose block lies in several pages.
     pub gather: f64,
     /// Bytes of Q and O a microsecond of a CTA, of rows that a tile has.
     pub rows: f64,
@@ -99,23 +99,23 @@ impl Rates {
 /// Constants of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Common {
-    /// Bytes a microsecond that memory gives.
+    /// Memory bandwidth, in bytes per microsecond.
     pub memory: f64,
     /// Microseconds of the second launch.
     pub merge: f64,
     /// Bytes a microsecond at which parts are written and read.
     pub parts: f64,
-    /// Microseconds of each part of a row, which a warp adds one after another.
+    /// Microseconds of each part of a row in the merge, where a warp adds parts one after another.
     pub part: f64,
-    /// Microseconds in which a CTA finds that it has no keys.
+    /// Microseconds of a CTA that finds no keys.
     pub empty: f64,
-    /// The share of the longest sequence's walk that is left when all others are done.
+    /// Share of the longest sequence's time that remains when all other sequences are done.
     pub tail: f64,
-    /// Keys of a sequence, of the longest's, where the device alone knows the lengths.
+    /// Mean number of keys of a sequence, relative to the longest, if only the device has the lengths.
     pub mean: f64,
 }
 
-/// A kernel and its tile, as far as a price asks for them.
+/// A kernel and its tile, with the properties that a price needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk {
     /// Constants of the kernel.
@@ -126,7 +126,7 @@ pub struct Walk {
     pub rows: u32,
     /// Keys of a block.
     pub block_n: u32,
-    /// CTAs that a multiprocessor holds.
+    /// Number of CTAs that a multiprocessor holds.
     pub ctas: u32,
     /// How the keys are walked.
     pub keys: Keys,
@@ -135,11 +135,11 @@ pub struct Walk {
 /// All constants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Constants {
-    /// Those of a call.
+    /// Constants of a call, whatever its kernel.
     pub common: Common,
-    /// Those of `sm80`.
+    /// Rates of kernel `sm80`.
     pub sm80: Rates,
-    /// Those of `sm90`.
+    /// Rates of kernel `sm90`.
     pub sm90: Rates,
 }
 
@@ -164,7 +164,7 @@ impl Constants {
         named.chain(sm80.named("sm80")).chain(sm90.named("sm90")).collect()
     }
 
-    /// The constants of a file of names and numbers, a tab between them; a number that it lacks is 1.
+    /// Parses the constants from a file of names and numbers separated by tabs; a missing number is 1.
     #[must_use]
     pub fn parsed(text: &str) -> Self {
         let one = 1.0;
@@ -203,13 +203,14 @@ pub(crate) fn cheapest<T>(priced: impl Iterator<Item = (f64, T)>) -> Option<T> {
     priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, way)| way)
 }
 
-/// Microseconds of a problem of few queries whose keys are walked so, on a device of `num_sms` multiprocessors.
+/// Microseconds of a problem of few queries whose keys are divided in this way, on a device of `num_sms`
+/// multiprocessors.
 #[must_use]
 pub fn micros(problem: &FwdProblem, walk: &Walk, num_sms: u32) -> f64 {
     micros_by(&CONSTANTS.common, problem, walk, num_sms)
 }
 
-/// [`micros`] by other constants of a call; those of the kernel are the walk's.
+/// Like [`micros`], with other constants of a call; the constants of the kernel are those of the walk.
 #[must_use]
 pub fn micros_by(common: &Common, problem: &FwdProblem, walk: &Walk, num_sms: u32) -> f64 {
     let dims = problem.dims;
@@ -233,19 +234,20 @@ pub fn micros_by(common: &Common, problem: &FwdProblem, walk: &Walk, num_sms: u3
         let bytes = 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v);
         common.merge + bytes / common.parts + parts * common.part
     };
-    // A walk that is nearly as long as memory takes is felt beside it.
+    // Computing and reading overlap imperfectly when they take about equally long, so the two times are combined by
+    // a fourth-power norm.
     let both = (walked.powi(4) + read.powi(4)).powf(0.25);
     walk.rates.launch + both + merged
 }
 
-/// Keys that the tiles of a call have to walk, and how fast they do.
+/// Keys that the tiles of a call must process, and the rate.
 struct Work {
     /// All sequences have the lengths of the problem.
     is_like: bool,
-    /// Keys that the longest sequence's queries see, and those of a mean one.
+    /// Keys that the longest sequence's queries see; then those of a mean sequence.
     longest: f64,
     mean: f64,
-    /// Bytes of a key and its value in 16 bits: a quantised cache takes the order of its twin.
+    /// Bytes of a key and its value in 16 bits: a quantised cache uses the order of the 16-bit cache.
     key_bytes: f64,
     num_sms: f64,
     ctas: f64,
@@ -254,7 +256,7 @@ struct Work {
     /// Microseconds of a key of one CTA alone, and of each key of a full multiprocessor's.
     alone: f64,
     together: f64,
-    /// Microseconds in which a tile begins and ends.
+    /// Microseconds to begin and end a tile.
     begin: f64,
     block_n: f64,
     scan: f64,
@@ -293,18 +295,19 @@ impl Work {
         self.num_sms * self.ctas
     }
 
-    /// Microseconds in which so many CTAs on a multiprocessor take a key each.
+    /// Microseconds in which this many CTAs on a multiprocessor process one key each.
     fn key_of(&self, at_once: f64) -> f64 {
         self.alone.max(at_once * self.together)
     }
 
-    /// Parts of a tile that have keys, of those `launched` with so many keys each.
+    /// Number of parts of a tile that have keys, if `launched` parts have this many keys each.
     fn parts_with_keys(&self, launched: f64, keys: u32) -> f64 {
         let of = |seen: f64| seen / f64::from(keys.max(1));
         if self.is_like { of(self.longest).ceil() } else { (of(self.mean) + 0.5).min(launched) }
     }
 
-    /// Tiles in so many parts of sequences of like lengths: the multiprocessor that has most of them.
+    /// Time of tiles in this many parts, for sequences of equal lengths: that of the multiprocessor with the most
+    /// parts.
     fn like(&self, parts: f64) -> f64 {
         let busiest = (self.tiles * parts / self.num_sms).ceil();
         let (rounds, last) = ((busiest / self.ctas).floor(), busiest % self.ctas);
@@ -313,8 +316,8 @@ impl Work {
         self.longest / parts * (rounds * self.key_of(self.ctas) + end) + begins * self.begin
     }
 
-    /// Tiles in about so many parts of sequences of unlike lengths: the longest part beside what there is of others, or
-    /// what is left of it after them.
+    /// Time of tiles in about this many parts, for sequences of different lengths: the longest part together with
+    /// others' parts, or what remains of it after them.
     fn unlike(&self, common: &Common, parts: f64) -> f64 {
         let (longest, keys) = if parts > 1.0 {
             (self.mean / (parts - 0.5).max(0.5), self.mean / parts)
@@ -330,7 +333,7 @@ impl Work {
         beside.max(all + left) + (items / self.slots()).max(1.0) * self.begin
     }
 
-    /// Parts of a row of a mean sequence, and the walk of so many equal shares.
+    /// Number of parts of a mean sequence's row, and the time of this many equal shares.
     fn shares(&self, count: f64) -> (f64, f64) {
         let blocks = self.tiles * (self.mean / self.block_n + 0.5);
         let keys = (blocks / count).max(1.0).ceil() * self.block_n;

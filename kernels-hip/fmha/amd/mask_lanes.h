@@ -1,4 +1,4 @@
-// Lanes of a wave as texts about masks as data take them, and the walk over a list of tiles.
+// A wave's lanes in the form that the code of masks as data needs, and the loop over a list of tiles.
 #pragma once
 #include <fmha/isa/lane.h>
 #include <fmha/tile_list.h>
@@ -13,7 +13,7 @@ struct MaskLanes {
   static FMHA_DEVICE int32_t uniform(int32_t x) { return v_readfirstlane_b32(x); }
 };
 
-// A tile's blocks of the other side, by its list: cut ones first, whole ones behind them, each from the last to the
+// Loop over the blocks in a tile's list: partly masked ones first, then whole ones, each from the last to the
 // first. Entries are read by scalar loads: a vector load would have to wait for all loads of K and V before it.
 struct ListWalk {
   const int32_t FMHA_CONSTANT* blocks;

@@ -1,4 +1,4 @@
-// Modifiers that a call decides on at run time, for a fragment of scores at once: of all of them there is one kernel.
+// Modifiers that a call selects at run time, for a fragment of scores at once: one kernel serves all of them.
 #pragma once
 #include <fmha/isa/num.h>
 #include <fmha/mask_data.h>
@@ -11,23 +11,23 @@ struct VectorUnit {
   FMHA_DEVICE static float rcp(float x) { return v_rcp_f32(x); }
 };
 
-// Whether a function has hidden the pair of a score: what follows it shows none. False in all kernels without
-// functions.
+// Whether a function has hidden the pair of this score; later
+// modifiers do not show it. Constant false without functions.
 FMHA_DEVICE bool is_hidden(float score) { return code::kIsGiven && score == -infinity(); }
 
-// Whether the call's functions show a pair. `product()`: its scaled product, for which a score asks. `hides`: the mask
-// is asked, too.
+// Whether the call's functions show a pair. `product()`: its scaled product,
+// evaluated only for a score function. `hides`: the mask is evaluated too.
 template <bool hides = true, class Product>
 FMHA_DEVICE bool functions_show(const FwdParams& p, const SeqSpan& span, int32_t i_head, Pair pair, Product product) {
   if constexpr (!code::kIsGiven) return true;
   return Functions::of(p, span, i_head).template at<ExactTanh, hides>(pair, product(), 1.f).score != -infinity();
 }
-// Whether masks as data and the call's functions show a pair; full blocks ask no mask as code.
+// Whether masks as data and the call's functions show a pair; in full blocks no mask as code is evaluated.
 template <class Product>
 FMHA_DEVICE bool masks_show(const DataMasks& masks, const FwdParams& p, const SeqSpan& span, int32_t i_head, Pair pair,
                             Product product) {
   const DataMasks::Shown shown = masks.shown(span, i_head, pair.i(), pair.j());
-  // No branch around the functions: one hid pairs that they show (clang 22, gfx942; cause not found).
+  // No branch around the functions: with one, pairs that they show were hidden (clang 22, gfx942; cause unknown).
   const int32_t score_shows = functions_show<false>(p, span, i_head, pair, product);
   const int32_t shows = functions_show(p, span, i_head, pair, product);
   return ((int32_t(shown == DataMasks::Shown::Full) & score_shows) |
@@ -118,10 +118,10 @@ FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype
   (add_given<Term>(fragment, p, span, i_head), ...);
 }
 
-// Applies the call's maps, bias and terms to the scaled products of a fragment, which become scores in natural units
-// (not log2). The fragment takes the slope of a map by `multiply_slope(e, x)`, and adds a term by `add(e, x)`.
-// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers.
-// `hides`: a mask as code is asked; else lists of tiles have it, and it is asked behind the scores of cut tiles.
+// Applies the call's maps, bias and terms to the scaled products of a fragment, which become scores in
+// natural units (not log2). The fragment takes the slope of a map by `multiply_slope(e, x)`, and adds a term
+// by `add(e, x)`. `forget_place()` precedes each modifier: keys that live from one modifier to the next fill
+// RDNA's registers. `hides`: the mask as code is evaluated here; otherwise lists of tiles include it.
 template <class Tanh, bool hides = true, class Fragment>
 FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
                              int32_t i_head) {

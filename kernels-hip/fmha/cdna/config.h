@@ -1,4 +1,4 @@
-// The CDNA forward kernel's choices and every number that follows from them.
+// Compile-time choices of the CDNA forward kernel, and all numbers derived from them.
 #pragma once
 #include <fmha/cdna/tile.h>
 #include <fmha/isa/sched.h>
@@ -106,8 +106,8 @@ struct LdsMatrix {
   }
 };
 
-// V, transposed while it is written to LDS: a row is a head dimension, its keys in KeyOrder; a lane writes
-// `piece_rows` rows.
+// V, transposed when it is written to LDS: a row is a head
+// dimension with keys in KeyOrder; a lane writes `piece_rows` rows.
 template <int head_dim, int num_keys, int elem_bytes, int piece_rows>
 struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows> {
   using Matrix = LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows>;
@@ -146,7 +146,7 @@ struct TransposedOnReading {
 
   alignas(16) uint8_t bytes[num_keys * row_bytes];
 
-  // Row n of those that a half of the wave reads at once: one run of keys, or two that are adjacent in KeyOrder.
+  // Row n of those that half a wave reads at once: one run of keys, or two runs that are adjacent in KeyOrder.
   static FMHA_DEVICE constexpr int key_of(int n) { return n % kRun + n / kRun * 2 * kRun; }
   static FMHA_DEVICE constexpr int swizzle(int key) {
     const int n = key % kRun + key / (2 * kRun) % 2 * kRun % rows_at_once;
@@ -199,7 +199,7 @@ struct Config {
   static constexpr int num_waves = tile.block_m / kEdge;
   static constexpr int num_threads = num_waves * kWaveSize;
 
-  // Rows as padded: what a call's rows lack of it reads as 0.
+  // Row lengths as padded: elements beyond a call's rows read as 0.
   static constexpr int qk_steps = spec.head_dim_qk * qk_bytes / kStepBytes;
   static constexpr int d_blocks = spec.head_dim_v / kEdge;
   static_assert(spec.head_dim_qk % kEdge == 0 && spec.head_dim_v % kEdge == 0, "rows are padded to whole blocks");
@@ -270,8 +270,8 @@ struct Config {
   };
   static_assert(sizeof(Lds) <= (kArch == Arch::Gfx950 ? 160 : 64) * 1024, "K and V do not fit the LDS");
 
-  // P is scaled by this power of two before it is rounded: so FP8's range is used in full, and on gfx90a, whose matrix
-  // unit flushes f16 subnormals to 0, small probabilities stay normal.
+  // P is scaled by this power of two before it is rounded: so that FP8's range is used in full,
+  // and on gfx90a, whose matrix unit flushes f16 subnormals to 0, small probabilities stay normal.
   static constexpr float p_scale_log2 = spec.dtype_v == DType::E4m3Fnuz ? 7.f
                                         : spec.dtype_v == DType::E4m3Fn ? 8.f
                                         : is_fp8(spec.dtype_v)          ? 15.f

@@ -12,7 +12,7 @@ template <class Matrix, int num_rows, int num_threads>
 class DirectLoad {
   static constexpr int chunks_per_row = Matrix::chunks;
   static constexpr int rows_per_part = num_threads / chunks_per_row;
-  // A part covers the swizzle's whole period of rows, or half of it: then odd parts load other chunks of their rows.
+  // A part covers the swizzle's whole period of rows, or half: then odd parts load other chunks of their rows.
   static constexpr int num_places = rows_per_part % Matrix::swizzle_period == 0 ? 1 : 2;
   using Reader = VectorReader<4, true>;
 

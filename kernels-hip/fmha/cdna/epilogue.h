@@ -6,7 +6,7 @@
 
 namespace fmha::cdna {
 
-// Beyond FP8's range the conversion would give NaN; a NaN stays one.
+// Limits a number to FP8's range, beyond which the conversion would give NaN; a NaN stays NaN.
 template <DType dtype>
 FMHA_DEVICE float saturated(float x) {
   if constexpr (!is_fp8(dtype)) return x;
@@ -92,11 +92,11 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   OnlineRow row = wave.row;
   row.row_sum += wave.odd_key_sum;
   row.row_sum += other_half(row.row_sum);
-  // The scale of P is taken out of the sum here and out of the output below.
+  // The scale of P is divided out of the sum here and out of the output below.
   const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
   row.row_sum *= unscale;
   float o_scale = unscale;
-  // Natural where a modifier or a sink is: times log2(e) either may be more than f32 holds.
+  // Scores are natural if there is a modifier or a sink: times log2(e) either may overflow f32.
   const bool is_natural = spec.modifies || p.sink.data;
   if (is_natural && !spec.modifies) {
     row.row_max *= kLn2;

@@ -24,7 +24,7 @@ FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   return job;
 }
 
-// -x of each element; FNUZ has no -0, and the code that would be it is NaN.
+// Negates each element; FNUZ has no -0, whose code is NaN, so 0 stays.
 template <DType dtype>
 FMHA_DEVICE uint32_t negated(uint32_t word) {
   if constexpr (dtype == DType::E4m3Fnuz || dtype == DType::E5m2Fnuz) {
@@ -111,7 +111,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
     using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
     hidden = Loop(wave, lds, p, job, queries, walk).run();
   }
-  // Reloaded here, and worked out again from them: kept across the main loop, they would fill the scalar registers.
+  // Parameters are reloaded and values recomputed here: kept across the loop, they would fill scalar registers.
   const CdnaParams& then = reload_params<CdnaParams>();
   job = job_of<spec>(then.fwd, i_batch, i_head);
   epilogue<spec, tile>(wave, lds, then, job);
@@ -136,7 +136,7 @@ FMHA_DEVICE void fwd(const CdnaParams& params) {
   const auto tiles = Tiles<tile>::of(m_blocks * params.fwd.num_heads_q * params.fwd.batch);
   if constexpr (tile.order == TileOrder::Single) compute(params, tiles.at);
   else tiles.for_each([&](int32_t at) __attribute__((always_inline)) {
-    // Reloaded for each tile: kept across tiles, the parameters would fill the scalar registers.
+    // Parameters are reloaded for each tile: kept across tiles, they would fill the scalar registers.
     compute(reload_params<CdnaParams>(), at);
   });
 }

@@ -162,7 +162,7 @@ class KLoad {
   // Advances by whole tiles, or goes back.
   FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * tile.block_n); }
 
-  // Called in every step: makes the compiler recompute what depends on these, instead of keeping it in registers.
+  // Called in every step, so that the compiler recomputes dependent values instead of keeping registers.
   FMHA_DEVICE void rematerialise_addresses() { opaque_in_vgpr(from_), opaque_in_vgpr(place_); }
 
  private:
@@ -182,7 +182,7 @@ FMHA_DEVICE Words<elem_bytes> column_of(const Words<words> (&rows)[kRun], int j)
     const uint32_t halves = j % 2 ? 0x07060302 : 0x05040100;
     return {{v_perm_b32(rows[1][j / 2], rows[0][j / 2], halves), v_perm_b32(rows[3][j / 2], rows[2][j / 2], halves)}};
   } else {
-    // Columns j and j + 1 of two rows each: the neighbour's call makes them too, and the compiler does it once.
+    // Columns j and j + 1 of two rows each: the next call makes them too, and the compiler shares the work.
     const uint32_t two_columns = j % 4 < 2 ? 0x05010400 : 0x07030602, halves = j % 2 ? 0x07060302 : 0x05040100;
     const uint32_t upper = v_perm_b32(rows[1][j / 4], rows[0][j / 4], two_columns);
     const uint32_t lower = v_perm_b32(rows[3][j / 4], rows[2][j / 4], two_columns);
@@ -257,12 +257,12 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     int i_run, first_key, i_piece;
   };
 
-  // A group of lanes reads adjacent pieces of a row, the next group the keys whose runs share a 16-byte chunk with
-  // theirs. Of a chunk's runs a wave has no more than leave it whole lines of memory.
+  // A group of lanes reads adjacent pieces of a row, the next group the keys whose runs share a
+  // 16-byte chunk with these. A wave has as many of a chunk's runs as still allow whole memory lines.
   static constexpr int group = min(8, pieces_per_row & -pieces_per_row), groups_per_row = pieces_per_row / group;
   static constexpr int runs_of_chunk = kFragBytes / kRun / C::v_bytes, runs_of_lines = kWaveSize * words / 32;
   static constexpr int runs = C::VMatrix::swaps_halves ? min(runs_of_chunk, runs_of_lines) : runs_of_chunk;
-  // Groups that fill a line of LDS: adjacent ones. The rest of a row comes last, each group with adjacent chunks.
+  // Groups that fill a line of LDS are adjacent. The rest of a row comes last, each group with adjacent chunks.
   static constexpr int groups_of_line = ceil_div(kChunksPerBankRow, group);
   static constexpr int in_sets = groups_per_row / groups_of_line * groups_of_line, chunks = num_runs / runs;
 

@@ -185,7 +185,7 @@ class MainLoop {
     });
   }
 
-  // Modifiers, and the mask where this wave's part of the tile needs one; other waves' edges cost it nothing.
+  // Applies modifiers, and the mask if this wave's part of the tile needs it; other waves' edges cost nothing.
   FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, int32_t n) const {
     if constexpr (spec.modifies) modify<spec, tile>(s, p_, job_, wave_, first_key(n));
     if constexpr (spec.masks) {
@@ -298,8 +298,8 @@ class MainLoop {
   using Interleave = Schedule<spec, tile, K::issue_parts + V::issue_parts, K::store_parts + V::store_parts>;
   static constexpr Interleave kInterleave{};
 
-  // One s_waitcnt for the operands of two slots, where they were read four slots ahead. Counting ignores LDS writes
-  // since then, so it may wait longer than needed, never shorter: the compiler's own waits come on top.
+  // One s_waitcnt for the operands of two slots, if they were read four slots ahead. The count ignores LDS
+  // writes since then, so it may wait longer than needed, never shorter: the compiler's own waits come on top.
   template <int slot>
   static FMHA_DEVICE void wait_for_two_slots() {
     constexpr auto reads = [](int at) {
@@ -343,8 +343,8 @@ class MainLoop {
     });
   }
 
-  // O += V(n) P(n), interleaved with the rest of P(n), max S(n+1) and the stores to LDS. After this wave's last read
-  // of V(n) comes the barrier; the operands of the next step are prefetched from LDS behind it.
+  // O += V(n) P(n), interleaved with the rest of P(n), max S(n+1) and the stores to LDS. The barrier
+  // follows this wave's last read of V(n); after it the operands of the next step are read from LDS.
   template <class Make>
   FMHA_DEVICE float interleaved_values(Make make, const PFrags<spec, tile>& p_frags, const Scores<spec, tile>& s_next,
                                   typename C::Stage& now, typename C::Stage& next,

@@ -101,8 +101,8 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
 #pragma nounroll
     for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
       float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
-      // The test precedes the scaling: the compiler would make an FMA of a difference of a product, which gives what
-      // rounding left.
+      // The test precedes the scaling: for a difference of products the
+      // compiler would use an FMA, which yields the rounding error.
       if (value - value == 0.f) continue;
       value *= scale;
       if constexpr (spec.dropout) {

@@ -8,7 +8,7 @@ namespace fmha::cdna {
 
 using Tanh = BranchlessTanh<VectorUnit>;
 
-// The query of a lane, and the lengths that its keys end with.
+// The query of a lane, and the ends of the keys by length.
 struct ScorePlace {
   int32_t i_batch, i_head, query, seqlen_q, seqlen_k;
 };
@@ -27,7 +27,7 @@ struct BlockOfScores {
   FMHA_DEVICE Pair pair(int e) const { return {query, first_key + acc_row(e, 0)}; }
 };
 
-// A block of raw scores becomes one of natural scores. `first_key` is the lane's.
+// Converts a block of raw scores to natural scores. `first_key` is the lane's first key.
 template <bool hides = true>
 FMHA_DEVICE void modify_block(Acc& scores, const CdnaParams& params, const ScorePlace& at, float scale,
                               int32_t first_key) {

@@ -41,20 +41,20 @@ struct Wave {
   typename C::VMatrix::LaneAddresses v_lane;
 };
 
-// Factor that turns a row's maximum into log2. Modified scores stay natural: times log2(e) a finite bias may be more
-// than f32 holds.
+// Factor that converts a row's maximum to log2. Modified scores
+// stay natural: times log2(e) a finite bias may overflow f32.
 template <CdnaSpec spec>
 constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
 
-// P's scale, in log2 (Config). For bf16, whose V may reach f32's largest number, P lies below 1 by the number of
-// keys, so that no sum of P V leaves f32 where O does not; a power of two moves no bit of the others.
+// P's scale, in log2 (Config). For bf16, whose V may reach f32's largest number, P is scaled below 1 by the number
+// of keys, so that no sum of P V overflows f32 unless O does; scaling by a power of two changes no mantissa bit.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
   return __builtin_clz(job.span.seqlen_k | 1) - 32;
 }
 
-// S^T of one wave and tile; P in the order in which P V takes it.
+// Accumulators of S^T for one wave and tile; P in the order of the product P V.
 template <CdnaSpec spec, CdnaTile tile>
 using Scores = Array<Acc, Config<spec, tile>::n_tiles>;
 template <CdnaSpec spec, CdnaTile tile>
@@ -144,7 +144,7 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& j
   }
 }
 
-// Hides the pairs of a tile that masks as data, or a mask as code beside them, cut.
+// Hides those pairs of a tile that masks as data, or a mask as code in addition, hide.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
   constexpr int blocks = Config<spec, tile>::n_tiles;
@@ -173,7 +173,7 @@ FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<
 
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
-  // Opaque, or the compiler would hoist 16 key indices per block out of the main loop, into registers.
+  // Opaque values, which keep the compiler from hoisting 16 key indices per block out of the main loop.
   int32_t query = wave.query, first = first_key + acc_row(0, lane_half());
   opaque_in_vgpr(query), opaque_in_vgpr(first);
 #pragma unroll
@@ -239,7 +239,7 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   if (v_cmp_ballot(scaled_max > wave.row.row_max) == 0) return;
   const float before = wave.row.row_max;
   wave.row.row_max = v_max_f32(before, scaled_max);
-  // A row that has seen nothing has a maximum of -inf, and -inf - -inf would be NaN.
+  // A row without visible keys has a maximum of -inf, and -inf - -inf would be NaN.
   const float row_max = finite_or_zero(wave.row.row_max);
   const float correction = exp2_of((before - row_max) * kMaxToLog2<spec>);
   wave.row.row_sum *= correction;
@@ -252,8 +252,8 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
-// A wave with so large a maximum: its scores are scaled, rounded as the maximum was, and the maximum subtracted,
-// before the exponents are computed. Modified scores have been scaled before, and turn into log2 behind it.
+// For a wave with too large a maximum: scores are scaled and rounded like the maximum, which is then subtracted
+// before the exponents are computed. Modified scores were scaled before, and are converted to log2 afterwards.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job) {
   if (!wave.subtracted) return;
@@ -281,7 +281,7 @@ FMHA_DEVICE void drop_four(Acc& p_tile, int i, const CdnaParams& params, const J
   for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;
 }
 
-// Turns a tile's scores into P in place, two elements at a time, and packs them into B operands as they get ready.
+// Converts a tile's scores to P in place, two elements at a time, and packs them into B operands.
 template <CdnaSpec spec, CdnaTile tile>
 struct Probabilities {
   using C = Config<spec, tile>;
@@ -365,7 +365,7 @@ struct Probabilities {
     }
   }
 
-  // Stores the row sums, behind the last part.
+  // Stores the row sums, after the last part.
   FMHA_DEVICE void write_sums(Wave<spec, tile>& wave) const { wave.row.row_sum = sum[0], wave.odd_key_sum = sum[1]; }
 
   template <int num>

@@ -23,7 +23,7 @@ FMHA_DEVICE int num_workgroups() { return *(const int FMHA_CONSTANT*)__builtin_a
 // that they live in a scalar register.
 FMHA_DEVICE int v_readfirstlane_b32(int x) { return __builtin_amdgcn_readfirstlane(x); }
 
-// needs: gfx90a. V_READLANE_B32, CDNA3 ISA 12.10: what lane `lane` has.
+// needs: gfx90a. V_READLANE_B32, CDNA3 ISA 12.10: the value of lane `lane`.
 FMHA_DEVICE int v_readlane_b32(int x, int lane) { return __builtin_amdgcn_readlane(x, lane); }
 
 // needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: the value of lane `lane`.

@@ -44,7 +44,7 @@ FMHA_DEVICE f32x8 v_wmma_f32_16x16x16_bf8_bf8(s32x2 a, s32x2 b, f32x8 c) {
 #endif
 
 #if defined(__gfx1100__) || defined(__gfx1201__)
-// needs: gfx1100. V_PERMLANEX16_B32, RDNA3 ISA 16.11: what the same lane of the wave's other half has.
+// needs: gfx1100. V_PERMLANEX16_B32, RDNA3 ISA 16.11: the value of the same lane in the wave's other half.
 FMHA_DEVICE uint32_t v_permlanex16_b32(uint32_t x) {
   return __builtin_amdgcn_permlanex16(x, x, 0x76543210, 0xfedcba98, false, false);
 }

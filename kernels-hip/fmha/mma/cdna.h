@@ -54,8 +54,8 @@ FMHA_DEVICE long high_half(Frag x) { return __builtin_bit_cast(long, u32x2{x[2],
 
 constexpr bool is_e4m3(DType dtype) { return dtype == DType::E4m3Fn || dtype == DType::E4m3Fnuz; }
 
-// Steps that a matrix slot takes, and the instructions it is made of. On gfx950 FP8 takes two steps at
-// once, at twice the rate.
+// Number of steps of a matrix slot, and its instructions. On
+// gfx950 an FP8 slot has two steps at once, at twice the rate.
 template <DType dtype>
 struct Mma {
   static constexpr bool wide = kArch == Arch::Gfx950;
@@ -156,7 +156,7 @@ FMHA_DEVICE uint32_t p_word(const Acc& p, int first, uint32_t old) {
   }
 }
 
-// Values of the wave's other half for the same column.
+// Value of the lane with the same column in the wave's other half.
 FMHA_DEVICE float other_half(float x) {
 #if defined(__gfx950__)
   const u32x2 swapped = v_permlane32_swap_b32(bits_of(x), bits_of(x));

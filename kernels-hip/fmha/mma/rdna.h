@@ -65,8 +65,8 @@ FMHA_DEVICE Acc mma(const Operand<dtype>& a, const Operand<dtype>& b, Acc c) {
 
 FMHA_DEVICE float other_half(float x) { return float_of(v_permlanex16_b32(bits_of(x))); }
 
-// Operand made of halves: lane l has elements 8 (l / 16) .. + 7 of its row, as gfx12 needs them; gfx11 gets the other
-// half's from lane l ^ 16.
+// Operand made of halves: lane l has elements 8 (l / 16) .. + 7 of its
+// row, as gfx12 needs; on gfx11 the other half comes from lane l ^ 16.
 template <DType dtype>
 FMHA_DEVICE Operand<dtype> joined(const HalfOperand<dtype>& own) {
   Operand<dtype> whole;

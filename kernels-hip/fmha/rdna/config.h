@@ -1,4 +1,4 @@
-// Numbers that follow from the spec and the tile, and what lies in LDS.
+// Numbers derived from the spec and the tile, and the layout of LDS.
 #pragma once
 #include <fmha/mma/rdna.h>
 #include <fmha/rdna/tile.h>
@@ -18,7 +18,7 @@ struct LdsRows {
   static constexpr int pad = 8 * elem_bytes, stride = row_elems * elem_bytes + pad;
   alignas(16) uint8_t bytes[rows * stride];
 
-  // Elements 16 step .. + 15 of row 16 block + l % 16, as lane l's operand; on gfx12 its half of them.
+  // Elements 16 step .. + 15 of row 16 block + l % 16, as lane l's operand; on gfx12 a half of them.
   template <DType dtype>
   FMHA_DEVICE Operand<dtype> operand(int lane_offset, int block, int step) const {
     static_assert(size_bytes(dtype) == elem_bytes, "an operand is of its matrix' type");
@@ -52,7 +52,7 @@ struct Config {
   static_assert(spec.head_dim_qk % (kEdge * column_waves) == 0 && spec.head_dim_v % (kEdge * column_waves) == 0,
                 "a wave has whole blocks of columns");
   static constexpr bool by_element = tile.load == LoadPath::Element;
-  // A lane on gfx11 has too few registers for its operands of wide rows of Q beside O: it keeps half of each.
+  // On gfx11 a lane has too few registers for operands of wide rows of Q besides O, so it keeps half of each.
   static constexpr bool halves_of_q = wave_dim_qk > 128;
   // Operands of V that are read ahead of their products. Without a limit the scheduler would read all, into more
   // registers than there are.

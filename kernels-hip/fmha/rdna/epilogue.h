@@ -1,4 +1,4 @@
-// O and LSE from a wave's sums, and values that a mask kept out of the products.
+// Writes O and LSE from a wave's sums, and adds values that were left out of the products because of a mask.
 #pragma once
 #include <fmha/cdna/output.h>
 #include <fmha/isa/sync.h>
@@ -130,8 +130,8 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   else store_elements<spec, tile>(wave, lds, params, job, o_scale);
 }
 
-// Adds the values of V that went to LDS as 0 to the queries that see their keys, after O is written, one element
-// after another. Each lane has its own query's elements of one parity, which no other lane touches.
+// Adds the values of V that were written to LDS as 0 to the queries that see their keys, after O is written,
+// one element after another. Each lane has its own query's elements of one parity, which no other lane touches.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job,
                                     int32_t first_key) {

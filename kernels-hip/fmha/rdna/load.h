@@ -5,18 +5,18 @@
 
 namespace fmha::rdna {
 
-// Words whose address is a multiple of 4, and no more than that is known of it.
+// Words whose address is only known to be a multiple of 4.
 template <class Piece>
 using OnDwords __attribute__((aligned(4))) = Piece;
 
-// Rows of a tensor, of one head, some bytes from each other: those from `num_rows` on, and elements from `num_elems`
-// on, read as 0.
+// Rows of one head of a tensor, at a stride in bytes: rows from
+// `num_rows` on, and elements from `num_elems` on, read as 0.
 struct Rows {
   const uint8_t* data;
   int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
   int32_t num_rows, num_elems;
 
-  // `Piece` bytes that begin at an element, all of them inside a row or all outside.
+  // A `Piece` of bytes that begins at an element and lies either completely inside a row or completely outside.
   template <class Piece, int size>
   FMHA_DEVICE Piece piece(int32_t row, int32_t elem) const {
     if (row >= num_rows || elem >= num_elems) return Piece{};
@@ -64,7 +64,7 @@ FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const 
   }
 }
 
-// `Source`: Rows, or others that have its `piece` and `elem`.
+// `Source`: Rows, or another type with `piece` and `elem`.
 template <CdnaSpec spec, RdnaTile tile, class Source, class C = Config<spec, tile>>
 FMHA_DEVICE void copy_k(typename C::K& k, const Source& rows) {
   if constexpr (C::by_element) {
@@ -77,7 +77,7 @@ FMHA_DEVICE void copy_k(typename C::K& k, const Source& rows) {
       else *reinterpret_cast<uint16_t*>(to) = uint16_t(x);
     }
   } else {
-    // Rows shorter than all banks are wide: neighbours in a row would meet a bank of the next one.
+    // With rows shorter than all banks together, neighbours in a row would conflict with the next row's banks.
     constexpr int size = C::qk_bytes == 2 ? 16 : 8, pieces = spec.head_dim_qk * C::qk_bytes / size;
     constexpr bool rows_first = pieces * size % 128 != 0;
     using Piece = Vec<uint32_t, size / 4>;
@@ -103,9 +103,9 @@ FMHA_DEVICE uint32_t nonfinite_elems(uint32_t word) {
   return ((word & ~tops) + (tops / ones - least) * ones) & tops;
 }
 
-// A masked key has P = 0, and 0 x NaN is NaN: in a tile that the mask hides in part, what is not finite goes to LDS
-// as 0, and is added after O is written to the queries that see it. Not 0 if there was any; a number and no bool,
-// which as a mask of lanes would be merged over loops.
+// A masked key has P = 0, and 0 x NaN is NaN: in a partly masked tile non-finite values are
+// written to LDS as 0, and added after O is written to the queries that see them. The result
+// is not 0 if there was any; it is no bool, which as a lane mask would be merged over loops.
 template <DType dtype>
 FMHA_DEVICE uint32_t zero_nonfinite(uint32_t& word) {
   constexpr uint32_t bits = 8 * size_bytes(dtype);

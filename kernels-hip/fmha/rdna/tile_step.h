@@ -28,21 +28,21 @@ struct Wave {
   OnlineRow row;  // row_sum: this lane's half; row_max is natural where scores are
 };
 
-// Replacement for SharedColumns in a wave that has all columns of its rows.
+// Counterpart of SharedColumns for a wave that has all columns of its rows.
 struct AllColumns {
   template <class Scores>
   FMHA_DEVICE void add_others(Scores&) const {}
 };
 
-// Whether scores are natural: where they are modified, and where parts of the keys are merged. Else they are in log2.
+// Whether scores are natural: if they are modified, and if parts of the keys are merged. Otherwise they are in log2.
 template <CdnaSpec spec, RdnaTile tile>
 constexpr bool kNatural = spec.modifies || tile.split;
 
 template <CdnaSpec spec, RdnaTile tile>
 constexpr float kMaxToLog2 = kNatural<spec, tile> ? kLog2E : 1.f;
 
-// P's scale, in log2. That of bf16, whose V may reach f32's largest number, lies below 1 by the number of keys, so that
-// no sum of P V leaves f32 where O does not.
+// P's scale, in log2. With bf16, whose V may reach f32's largest number, P is scaled
+// below 1 by the number of keys, so that no sum of P V overflows f32 unless O does.
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
@@ -70,10 +70,10 @@ FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typena
       s[n] = mma<spec.dtype_qk>(k.template operand<spec.dtype_qk>(lane, n, c), q, s[n]);
       if constexpr (C::blocks_ahead == 1) sched_barrier();
     }
-    // Keeps the compiler from reading all of K ahead, for which there are no registers.
+    // Keeps the compiler from reading all of K ahead, for which there are not enough registers.
     sched_barrier();
   }
-  // Products without effects would be moved behind the branches on the mask, and all operands kept until then.
+  // Keeps products in place: otherwise they move after the branches on the mask, and operands stay live.
 #pragma unroll
   for (int n = 0; n < C::n_blocks; ++n) opaque_in_vgpr(s[n]);
   return s;
@@ -200,7 +200,7 @@ FMHA_DEVICE void probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, co
   for (int n = 0; n < C::n_blocks; ++n) {
 #pragma unroll
     for (int i = 0; i < kAccElems; ++i) {
-      // The maximum is subtracted from scores that were rounded as it was: as one multiply-add it would not cancel.
+      // The maximum is subtracted from scores that were rounded like it: in one multiply-add it would not cancel.
       s[n][i] = v_exp_f32((s[n][i] - row_max) * kMaxToLog2<spec, tile> + scale_of_p);
       sum[i % 2] += s[n][i];
     }
@@ -229,7 +229,7 @@ FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job
         const uint32_t word = kRepeats ? (half ? words[2 * r + 1] : words[2 * r]) : words[r];
         s[n][i + r] = word < p.dropout_threshold ? s[n][i + r] : 0.f;
       }
-      // Keeps several generators from running together: 24 spills at D 256 on gfx1100.
+      // Keeps several calls of the generator from running at once: 24 spills at D 256 on gfx1100.
       opaque_in_vgpr(s[n]), sched_barrier();
     }
   }
@@ -249,7 +249,7 @@ FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const Scores<spec, tile
   }
 }
 
-// `columns`: how waves that share columns meet. `is_cut`: of a tile under masks as data.
+// `columns`: how waves that share columns exchange sums. `is_cut`: the tile is partly masked by masks as data.
 template <CdnaSpec spec, RdnaTile tile, class Job, class Columns>
 FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Lds& lds, const CdnaParams& p,
                            const Job& job, int32_t first_key, const Columns& columns, bool is_cut = true) {

@@ -12,7 +12,7 @@ pub(crate) struct LoadsAndStores {
     pub(crate) store: StorePath,
 }
 
-/// The strides in use, but that of a row's elements.
+/// The strides of axes with more than one element, except that of a row's elements.
 fn live(strides: Strides, shape: Shape) -> [i64; 3] {
     let of = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
     [of(shape.batch, strides.batch), of(shape.seq, strides.seq), of(shape.head, strides.head)]

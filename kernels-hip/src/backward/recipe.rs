@@ -1,5 +1,5 @@
-//! The recipe of the backward kernels, `cdna_bwd` and `rdna_bwd`: launches of products between two by rows, and under
-//! masks as data launches before them, which make lists of tiles.
+//! The recipe of the backward kernels `cdna_bwd` and `rdna_bwd`: launches of products between two launches that
+//! work row by row, and under masks as data first the launches that make lists of tiles.
 
 use crate::backward::{Backward, MaskedBwdParams, MatrixBwdTile, Unit, accept, num_threads};
 use crate::rows;
@@ -18,7 +18,7 @@ use crate::device::{Amd, DeviceFacts, launch};
 /// The backward on matrix instructions.
 pub(crate) struct Products<U> {
     kernel: Backward<U>,
-    /// Lists of tiles under masks as data, and which of them each launch of products walks.
+    /// Lists of tiles under masks as data, and which list each launch of products reads.
     lists: Vec<TileListPlan>,
     list_of_launch: Vec<usize>,
 }
@@ -28,7 +28,7 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
 
     fn about() -> About<ValidBwd> {
         let tiles = Tiles::of_backward::<MatrixBwdTile>(U::NAME, const { &[U::HEADER] });
-        // Sums have one order whether it is asked for or not.
+        // Sums always have a fixed order, whether the plan asks for it or not.
         let class = |problem: &ValidBwd, _: &PlanOptions| {
             TileClass::of_bwd(problem, &BwdSpec { deterministic: true, ..BwdSpec::of(problem) })
         };
@@ -92,7 +92,7 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
                 );
                 return Err(Refusal::new(U::NAME, text));
             }
-            // dQ's launch is first, since every problem has one.
+            // The launch of dQ is first and counts as the main one, since every problem has it.
             let stage = if products.is_empty() { Stage::Main } else { Stage::Gradients };
             products.push(launch(stage, U::launch(tile.sums), kernel.source(tile), workgroups, threads));
         }
@@ -110,9 +110,9 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
                 products.into_iter().chain([rest]),
             ),
             workspace,
-            // A row's gradients are one wave's sums, over blocks of its own sequence that begin at its first row, in an
-            // order that is its tile's where there are lists. Blocks of which a row sees nothing add zeros to its sums,
-            // so that other rows of its workgroup change no bit.
+            // Row invariance holds without lists: one wave sums a row's gradients, over blocks that begin at the
+            // first row of its own sequence; with lists the order depends on the tile. A block of which a row sees
+            // nothing adds zeros to its sums, so other rows of the workgroup change no bit.
             promises: Promises {
                 batch_invariant: lists.is_empty(),
                 row_invariant: options.row_invariant && lists.is_empty() && fwd.code.is_empty(),
@@ -156,8 +156,8 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
             match step.stage {
                 Stage::Prepare | Stage::Repair => {
                     let mut arguments = [(&raw mut rows).cast(), (&raw mut masks).cast()];
-                    // SAFETY: launches by rows take one BwdParams, and MaskDataParams under masks as data; core saw
-                    // that their memory covers the problem, and the workspace is as large as the plan said.
+                    // SAFETY: row launches take one BwdParams, and MaskDataParams under masks as data; core saw
+                    // that their memory covers the problem, and the workspace is as large as the plan says.
                     unsafe { step.launch(&mut arguments[..count], call.stream)? };
                 }
                 Stage::ListTiles => {

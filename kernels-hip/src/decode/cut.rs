@@ -1,27 +1,26 @@
-//! Cut of a decode kernel's keys: each sequence's into parts of a fixed number, or all sequences' into equal
-//! stretches.
-//!
-//! No length of a sequence is known here, but the longest that there may be. Parts of a fixed number serve sequences of
-//! one length, and bits that depend on a row's own sequence alone. Where the device alone knows the lengths, it cuts
-//! the keys that there are (`cdna/decode/pieces.h`). Which it is follows from the problem; how fine stretches are, from
-//! a model that nothing has measured.
+//! How a decode kernel's keys are cut: each sequence's keys into parts of a fixed number of keys, or all sequences'
+//! keys into equal stretches. The cut is planned from the longest possible length. Parts suit sequences of one
+//! length, and bits that depend on a row's own sequence alone. If only the device has the lengths, it cuts the
+//! actual keys (`cdna/decode/pieces.h`). The problem decides which cut is used; a cost model that was never
+//! measured decides the size of stretches.
 
 use fmha_core::{FwdProblem, KvLayout, PlanOptions, Refusal};
 
 use crate::device::{Device, refuse};
 
-/// Keys of a part whose bits do not depend on the device or on what else is in the call: 6 %.
+/// Keys of a part whose bits do not depend on the device or on the rest of the call; partial results add 6 % of
+/// traffic.
 const INVARIANT_KEYS: u32 = 256;
-/// Parts of a sequence, at most: what a wave of 32 of the merging launch reads in four turns.
+/// Most parts of a sequence: a 32-lane wave of the merging launch reads them in four iterations.
 const MOST_PARTS: u32 = 128;
 /// Stretches, at most.
 pub(crate) const MOST_SHARES: u32 = 1 << 14;
-/// Lengths that each piece of a launch in shares reads, at most, twice or three times over.
+/// Most sequence lengths that each work item of a launch with stretches reads, twice or three times.
 const MOST_SCANNED: u32 = 1024;
-/// Pieces of a round, at most: what the device multiplies stays in 32 bits.
+/// Most work items of a round, so that products on the device fit 32 bits.
 const MOST_ROUND: u32 = 1 << 14;
-/// Most that the fullest compute unit may be above the mean, in per cent: stretches are made finer, up to
-/// twice as many, until it is not.
+/// Largest allowed load of the fullest compute unit above the mean, in per cent. Stretches are made finer, up to
+/// twice as many, until it holds.
 const UNEVEN_PERCENT: u64 = 5;
 
 /// How the keys of all sequences are divided among workgroups.
@@ -29,7 +28,7 @@ const UNEVEN_PERCENT: u64 = 5;
 pub(crate) struct Cut {
     /// Keys of a part; of a stretch at least.
     pub(crate) keys: u32,
-    /// Stretches of all sequences' keys; 0: parts of each sequence's.
+    /// Number of stretches of all sequences' keys; 0 if each sequence's keys are cut into parts.
     pub(crate) shares: u32,
     /// Pieces of which each compute unit has one workgroup's.
     pub(crate) round: u32,
@@ -39,7 +38,7 @@ pub(crate) struct Cut {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
     pub(crate) device: Device,
-    /// Pieces of work that a compute unit is to have at once.
+    /// Work items that a compute unit should have at once.
     pub(crate) of_a_unit: u32,
     /// Pieces of a workgroup.
     pub(crate) of_a_group: u32,
@@ -49,17 +48,17 @@ pub(crate) struct Room {
     pub(crate) edge: u32,
 }
 
-/// Whether the device alone knows how many keys sequences have.
+/// Whether sequences have lengths that only the device knows at run time.
 fn has_unlike_lengths(problem: &FwdProblem) -> bool {
     problem.layout.seqused_k || problem.layout.kv == KvLayout::Packed
 }
 
 impl Cut {
-    /// The cut for pieces of which a sequence has `of_sequence`; `keys`, where not 0, and `shares`, if given,
-    /// are the caller's choices.
+    /// The cut when a sequence has `of_sequence` work items for each part. `keys`, if not 0, and `shares`, if
+    /// given, are the caller's choices.
     ///
     /// # Errors
-    /// In `kernel`'s name, shares that were asked for and cannot be.
+    /// A requested number of stretches that is not possible, as a refusal of `kernel`.
     pub(crate) fn of(
         kernel: &'static str,
         problem: &FwdProblem,
@@ -108,14 +107,14 @@ fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, sh
     let all = u64::from(dims.batch) * u64::from(dims.seqlen_k.next_multiple_of(32).max(32));
     let stretches = u64::from(keys) * 2 * u64::from(shares);
     let most = 1 << 30;
-    // A stretch has at least a 128th of the longest sequence's tiles of 32 keys: a merge reads at most 128
+    // A stretch has at least 1/128 of the longest sequence's tiles of 32 keys, since a merge reads at most 128
     // parts.
     let tiles = u64::from(dims.seqlen_k).div_ceil(32 * 128) * u64::from(shares);
     (all.max(stretches) >= most || tiles >= 2 * most)
         .then(|| format!("batch times seqlen_k, or shares of split_keys={keys}, are 2^30 keys or more"))
 }
 
-/// Stretches that leave no compute unit much above the mean; 0 where keys are better cut into parts.
+/// Number of stretches with which no compute unit's load is much above the mean; 0 if parts are better.
 fn default_shares(
     problem: &FwdProblem,
     options: &PlanOptions,
@@ -124,11 +123,11 @@ fn default_shares(
     keys: u32,
 ) -> u32 {
     let units = u64::from(room.device.num_compute_units.max(1));
-    // Workgroups that walk a stretch.
+    // Number of workgroups that process a stretch of keys.
     let of_stretch = of_sequence.div_ceil(room.of_a_group.max(1).into()).max(1);
     let groups = units * u64::from((room.of_a_unit / room.of_a_group.max(1)).max(1));
     let most = (2 * groups / of_stretch).clamp(1, MOST_SHARES.into());
-    // Per cent of the mean by which the fullest unit is above it.
+    // Load of the fullest compute unit above the mean, in per cent.
     let unevenness = |shares: u64| {
         let all = shares * of_stretch;
         all.div_ceil(units) * units * 100 / all - 100
@@ -141,7 +140,7 @@ fn default_shares(
     if is_cut && shares_are_refused(problem, options, keys, shares).is_none() { shares } else { 0 }
 }
 
-/// Keys of a part, so that compute units have the pieces that they are to have.
+/// Keys of a part such that compute units have the intended number of work items.
 fn default_keys(problem: &FwdProblem, options: &PlanOptions, room: &Room, of_sequence: u64) -> u32 {
     if options.batch_invariant {
         return INVARIANT_KEYS;

@@ -1,4 +1,5 @@
-//! The recipe of the decode kernels: a launch before that updates the cache, the kernel, the launch behind.
+//! The recipe of the decode kernels: a launch that updates the cache, the kernel, and the launch that merges the
+//! parts.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields, knob_values};
@@ -16,7 +17,7 @@ use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::paths::LoadPath;
 use crate::rows::UPDATE;
 
-/// A kernel whose pieces of work are some rows and a part of the keys.
+/// A kernel whose work items are some rows and a part of the keys.
 pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Name in plans and refusals.
     const NAME: &'static str;
@@ -29,16 +30,16 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Tile of the kernel.
     type Tile: Fields;
 
-    /// Whether it computes `problem` on `device`, and in which parts.
+    /// Checks that the kernel computes `problem` on `device`, and chooses its parts.
     ///
     /// # Errors
-    /// The field that it does not take, and its number.
+    /// The field that it does not support, and its value.
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal>;
 
     /// Tile of the kernel.
     fn tile(&self) -> Self::Tile;
 
-    /// Pieces of work: some rows and a part of the keys each.
+    /// Work items, each with some rows and a part of the keys.
     fn parts(&self) -> &Parts;
 
     /// Source of the first launch.
@@ -70,7 +71,7 @@ const DWORD: u64 = 4;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decode<K>(K);
 
-/// Bytes of the workspace that a kernel takes for its parts.
+/// The workspace that a kernel needs for its parts.
 fn workspace_of_parts(kernel: &impl Split) -> Workspace {
     Workspace { bytes: kernel.parts().workspace_bytes(), zeroed_bytes: 0 }
 }
@@ -120,9 +121,9 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         Ok(Choice {
             launches: Launches::new(update, main, [merge]),
             workspace: update::workspace(problem, workspace_of_parts(&kernel)).map_err(refuse)?,
-            // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key. A
-            // part has so many keys whatever else is in the call where that is asked for.
-            // Tiles that a row sees nothing of leave its numbers as they are. P's scale is one for all lengths then.
+            // Row invariance: a row's keys have a fixed order in each part, and so have its parts; tiles and parts
+            // begin at its first key. In such a plan a part has a fixed number of keys and P's scale is one
+            // constant for all lengths. Tiles of which a row sees nothing leave its numbers unchanged.
             promises: Promises {
                 batch_invariant: options.batch_invariant,
                 // No pair of calls over lists is tried.
@@ -140,7 +141,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         // RDNA reads pieces of codes from any byte.
         let reads_bytes = K::IS_RDNA && problem.cache.dtype.is_some();
         let matters = match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q => problem.cache.rotary.is_none(),
             Operand::K | Operand::V => has_keys && !reads_bytes,
             _ => false,
@@ -154,7 +155,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> AnyAddress<ValidFwd, V> {
-        // The slow kernel alone reads rows of bytes one by one.
+        // Only the slow fallback kernel reads rows of bytes one by one.
         if problem.cache.rows.is_some() {
             return AnyAddress::Fallback;
         }
@@ -167,8 +168,8 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         let decode = self.0.params(call.problem, call.args, &fwd);
         let mut params = ListDecodeParams { decode, lists: list_params(call.problem, &call.args.seq) };
         for step in [steps.at(Stage::Main), steps.at(Stage::Merge)].into_iter().flatten() {
-            // SAFETY: both kernels take one ListDecodeParams, or the CdnaDecodeParams that it begins with; core
-            // saw that its memory covers the problem, and the workspace is as large as the plan said.
+            // SAFETY: both kernels take one ListDecodeParams, or the CdnaDecodeParams at its start; core saw that
+            // its memory covers the problem, and the workspace is as large as the plan says.
             unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
         }
         Ok(())

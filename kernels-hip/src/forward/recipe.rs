@@ -1,5 +1,5 @@
-//! The recipe of the forward kernels, `cdna_fwd` and `rdna_fwd`: one launch, a tile of queries to a piece of work, and
-//! under masks as data one before it, which makes lists of tiles.
+//! The recipe of the forward kernels `cdna_fwd` and `rdna_fwd`: one launch whose work items are tiles of queries,
+//! and under masks as data first a launch that makes lists of tiles.
 
 use fmha_core::fields::{Fields, knob_values};
 use fmha_core::masks::mask_data_params;
@@ -19,11 +19,11 @@ use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::forward::{MaskedCdnaParams, params};
 use crate::paths::LoadPath;
 
-/// A kernel whose pieces of work are tiles of queries, with all of their keys.
+/// A kernel whose work items are tiles of queries, each with all of its keys.
 pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// The kernel's name in plans and refusals.
     const NAME: &'static str;
-    /// The kernel's name where a launch before widens the cache.
+    /// The kernel's name in plans where a launch before converts the cache.
     const WIDENED: &'static str;
     /// Header that the kernel's entry includes.
     const HEADER: &'static str;
@@ -32,10 +32,10 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Type of the kernel's tile.
     type Tile: Fields;
 
-    /// Whether it computes `problem` on `device`, and with which tile.
+    /// Checks that the kernel computes `problem` on `device`, and chooses its tile.
     ///
     /// # Errors
-    /// The field that it does not take, and its number.
+    /// The field that it does not support, and its value.
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal>;
 
     /// Key and fields of the kernel's measured tiles.
@@ -61,7 +61,7 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Tiles: `block_m` queries of a head.
     fn num_tiles(&self, problem: &FwdProblem) -> u64;
 
-    /// Workgroups for so many tiles where the device holds `places` of them.
+    /// Number of workgroups for this many tiles if the device holds `places` workgroups.
     fn workgroups(&self, tiles: u64, places: u64) -> u64;
 
     /// Bytes of which an operand's address has to be a multiple.
@@ -79,12 +79,12 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
 pub(crate) struct Forward<K> {
     /// The kernel of tiles.
     pub(crate) kernel: K,
-    /// Lists of the tiles of keys that tiles of queries see under masks as data.
+    /// Lists of the tiles of keys that each tile of queries sees under masks as data.
     pub(crate) list: Option<TileListPlan>,
 }
 
 impl<K: Whole> Forward<K> {
-    /// Sets what of the launch depends on how many workgroups the device holds.
+    /// Adjusts the launch to the number of workgroups that the device holds.
     pub(crate) fn lay_out(&self, device: Device, launch: &mut Launch, usage: Option<&ResourceUsage>) {
         launch.tiles_at_once = device.workgroups_at_once(usage, launch.grid.threads);
         let workgroups = self.kernel.workgroups(launch.tiles, launch.tiles_at_once);
@@ -149,8 +149,9 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         Ok(Choice {
             launches: Launches::new(lists, launch(Stage::Main, K::NAME, kernel.source(), tiles, threads), []),
             workspace,
-            // A row is one wave's, its keys in one order, and every tile's maxima are taken. Lists have what is cut for
-            // any row of a tile first, so that a row's order is its tile's.
+            // Batch invariance: one wave computes a row, its keys have a fixed order, and every tile's maximum is
+            // taken. With lists, the order depends on the tile, since blocks that are cut for any row of it come
+            // first.
             promises: Promises { batch_invariant: list.is_none(), ..deterministic_rows() },
             details,
             kernel: Self { kernel, list },

@@ -1,4 +1,4 @@
-//! The recipe of a forward kernel over a cache that a launch before widens.
+//! The recipe of a forward kernel on a cache that a first launch converts to Q's type.
 
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, FwdProblem, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
@@ -12,7 +12,7 @@ use crate::forward::recipe::{Forward, Whole};
 use crate::paths::LoadPath;
 use crate::widened::{NUM_THREADS, Places, WIDEN, num_workgroups, wide_problem, widen};
 
-/// The cache in the workspace, and the kernel that reads it there.
+/// The converted cache in the workspace, and the kernel that reads it there.
 #[derive(Clone, Debug)]
 pub(crate) struct Widened<K> {
     reader: Forward<K>,
@@ -32,7 +32,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
         needs_unit(facts.device.arch, K::IS_RDNA)
     }
 
-    /// The tile is the twin's, which was measured or is the table's.
+    /// Uses the tile of the problem with a 16-bit cache, measured or from the table.
     fn fit(
         problem: &ValidFwd,
         facts: &DeviceFacts,
@@ -95,7 +95,8 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
     }
 
     fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
-        // K and V are read by elements, wherever they lie.
+        // The converting launch reads K and V by elements, at any address, so only the forward kernel's other
+        // operands count.
         self.reader.kernel.alignment(problem, operand)
     }
 
@@ -115,9 +116,9 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
         let cache = self.places.cache(call.problem, whole.workspace.0);
         let mut cache = cache.scaled(call.problem, call.args);
         let mut params = params(&self.wide, &cache.forward(call.problem, &whole));
-        // SAFETY: the kernels take FwdParams and WidenedCache, and CdnaParams, whose sizes they assert; core
-        // saw that their memory covers the problem, and that the workspace, in which the widened cache lies,
-        // is as large as the plan said.
+        // SAFETY: the kernels take FwdParams and WidenedCache, and CdnaParams, whose sizes they assert; core saw
+        // that their memory covers the problem, and that the workspace with the converted cache is as large as the
+        // plan says.
         unsafe {
             if let Some(widen) = steps.at(Stage::Widen) {
                 widen.launch(&mut [(&raw mut whole).cast(), (&raw mut cache).cast()], call.stream)?;

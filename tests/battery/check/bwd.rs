@@ -26,8 +26,8 @@ const NAMES: [([&str; 2], Operand); 5] = [
     (["dsink", "dsink with far rows"], Operand::Dsink),
 ];
 
-/// dBias or dSink, summed over the heads that share it: exact, in the input's precision, and the
-/// squares of the spread, of all terms and of those in far rows.
+/// Sums of dBias or dSink over the heads that share it: exact, in the input's precision, and squares of the spread,
+/// each over all terms and over those of far rows.
 #[derive(Clone)]
 struct Shared {
     exact: Vec<f64>,
@@ -79,10 +79,10 @@ struct Part {
 
 /// Compares the gradients that `host` holds with the reference, on all cores.
 ///
-/// Whole, they are compared with those of the inputs alone, scores held in f64, a (sequence, head) at a
-/// time. Of a partial `selection`, whose heads are kv heads, so many queries' dQ and keys' dK and dV are
-/// compared with those that follow from the O and LSE which `host` holds, and those queries' O and LSE
-/// with the forward reference; so many rows of dBias; dSink whole.
+/// A full selection compares with gradients computed from the inputs alone, with f64 scores, one (sequence, head)
+/// at a time. A partial `selection`, whose heads are kv heads, compares some queries' dQ and keys' dK and dV with
+/// gradients computed from the O and LSE in `host`, these queries' O and LSE with the forward reference, some rows
+/// of dBias, and all of dSink.
 ///
 /// # Errors
 /// Operands that are missing.
@@ -135,7 +135,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
                 rmse_same: stat.rmse_same(),
                 u_out: tensor.dtype.unit_roundoff(),
                 tiny_out: smallest_subnormal(tensor.dtype),
-                // D is made of a rounded O whatever P is.
+                // Delta is computed from a rounded O, whatever the type of P.
                 u_inner: inner_roundoff(fwd).max(fwd.dtypes.o.unit_roundoff()),
                 reference: stat.reference(),
                 spread: stat.spread(),
@@ -228,7 +228,7 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
     Ok(part)
 }
 
-/// dBias is written whole: 0 where no score used it.
+/// Compares dBias, all of which must be written: 0 where no score used an element.
 fn compare_dbias(tensor: &Tensor, sums: &Shared, groups: &mut Groups) {
     let shape = tensor.shape;
     for (at, &want) in sums.exact.iter().enumerate() {
@@ -275,8 +275,8 @@ fn whole_dsink(host: &HostBwd) -> Result<Shared> {
     Ok(dsink)
 }
 
-/// Some rows of dBias, of at most as many of its matrices as heads were chosen: each the sum over every
-/// sequence and head that shares it.
+/// Compares some rows of dBias, in at most as many of its matrices as heads were selected: each is the sum over
+/// every sequence and head that shares it.
 fn compare_dbias_rows(host: &HostBwd, selection: &Selection, groups: &mut Groups) -> Result<()> {
     let fwd = host.problem.fwd();
     let (Some(tensor), Bias::Elementwise(bias)) = (host.operands.get(Operand::Dbias), fwd.score.bias) else {
@@ -355,12 +355,12 @@ mod tests {
     use super::*;
     use crate::tensors::{Data, Lengths};
 
-    /// A call whose results are right: two heads of queries to one of keys, every gradient wanted.
+    /// A call with correct results: two query heads per kv head, with every gradient.
     fn solved() -> HostBwd {
         solved_with(|_| ())
     }
 
-    /// Solves a problem whose inputs `change` has changed.
+    /// Solves a problem whose inputs `change` has modified.
     fn solved_with(change: impl FnOnce(&mut HostBwd)) -> HostBwd {
         let dims = Dims {
             batch: 1,
@@ -444,7 +444,7 @@ mod tests {
                 assert_eq!(failing(&host, selection), [name]);
             }
         }
-        // A sink takes all weight from the keys beside it, and the row is like any other.
+        // A sink that takes all weight from the keys leaves a normal row.
         let mut host = solved_with(masked);
         assert_eq!(failing(&host, &sample), [""; 0]);
         let value = host.operands.expect(Operand::Dq).get(0, 35, 1, 2);

@@ -84,8 +84,8 @@ fn lse_of(problem: &ValidFwd, tensor: &Tensor, spans: &[SeqSpan]) -> Option<Stri
     owned.fault("lse", tensor)
 }
 
-/// Every byte of O, LSE and the keep mask that was written and may not be: margins, gaps, padding
-/// rows. Not for sparse tensors, which are too long to look through.
+/// Reports every byte that was written outside the elements of O, LSE and the keep mask: margins, gaps, padding
+/// rows. Sparse tensors are too long to search.
 #[must_use]
 pub fn intact_fwd(host: &HostFwd) -> Vec<String> {
     let (problem, spans) = (&host.problem, &host.spans[..]);

@@ -10,8 +10,8 @@ use crate::verdict::{Place, Stat, Verdict};
 
 /// Compares the merged O and LSE that `host` holds with the reference.
 ///
-/// The plain algorithm in this precision is f32 arithmetic and one rounding; its error is taken for
-/// that of rounding the exact result.
+/// The plain algorithm here is f32 arithmetic with one rounding, so its error is estimated as that of rounding the
+/// exact result.
 ///
 /// # Errors
 /// Operands that are missing.
@@ -32,8 +32,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
 
     let shape = problem.shape();
     let (mut o_stat, mut lse_stat) = (Stat::default(), Stat::default());
-    // LSE's own roundings are shares of it: relative to a far LSE, whose bound therefore applies to no other
-    // row.
+    // LSE's rounding errors are relative: a row with a far LSE has a larger bound, which must not apply to other
+    // rows.
     let (mut max_lse, mut range, mut lse_range): (f64, f64, f64) = (0.0, 0.0, 0.0);
     let mut faults = Vec::new();
     for (index, &want_lse) in lse.iter().enumerate() {
@@ -44,8 +44,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
         let top = lses.clone().fold(f64::NEG_INFINITY, f64::max);
         let weights: Vec<f64> = lses.map(|lse| (lse - top).exp()).collect();
         let sum: f64 = weights.iter().sum();
-        // A weight is the exponential of a difference of two LSE, which is off by a share of itself alone; in
-        // f32 it is 0 from e^-104 on.
+        // A weight is the exponential of a difference of two LSE, and has only a relative error; in f32 it is 0
+        // below e^-104.
         let seen = weights.iter().map(|weight| -weight.ln()).filter(|&below| below < 110.0);
         let row_range = seen.fold(0.0, f64::max);
         range = range.max(row_range);
@@ -103,8 +103,7 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
     Ok(verdict)
 }
 
-/// Compares the sum of parts that `host` holds with the terms, added in f32 in their order and rounded once:
-/// to the bit.
+/// Compares the sum of parts in `host` bit for bit with the terms added in f32 in order and rounded once.
 fn check_sum(host: &HostCombine) -> Verdict {
     let (problem, operands) = (&*host.problem, &host.operands);
     let shape = problem.shape();
@@ -114,7 +113,7 @@ fn check_sum(host: &HostCombine) -> Verdict {
             (index % shape.seq, index / shape.seq % shape.head, index / shape.seq / shape.head);
         for dim in 0..shape.dim {
             let term = |part| operands.expect(Operand::PartO(part)).get(batch, row, head, dim) as f32;
-            // The previous content of O is one more part, behind the others.
+            // O's previous content counts as one more part, after the others.
             let held = (problem.merge == Merge::AddTo).then_some(problem.num_parts);
             let total = held
                 .into_iter()

@@ -1,4 +1,4 @@
-//! O, LSE and the keep mask of a forward call.
+//! Checks of O, LSE and the keep mask of a forward call.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -159,13 +159,13 @@ impl Forward {
         self.faults.extend(other.faults);
     }
 
-    /// Bound of the scores' magnitude in rows that are not far; in far rows, if there are no others.
+    /// Bound of the scores' magnitude in rows that are not far; if all rows are far, in those.
     pub(super) fn logits(&self) -> f64 {
         self.logits[usize::from(self.o.near.count == 0)]
     }
 
-    /// Compares `rows` of O and, where it was written, LSE with [exact, as the input's precision has
-    /// it]; `stored` is what an FP8 O makes of a value.
+    /// Compares `rows` of O and, if written, LSE with the pair [exact, in the input's precision]; `stored` converts
+    /// a value to an FP8 O's.
     pub(super) fn add(
         &mut self,
         problem: &FwdProblem,

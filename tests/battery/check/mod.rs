@@ -20,10 +20,10 @@ use crate::tensor::{Operand, Operands};
 /// Called with how much is done and how much there is, from any thread.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// Which part of a result to compare: all of it, or as much as one has time for.
+/// Selection of the results to compare: all, or as many as time permits.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
-    /// (index of the sequence, query head; of gradients, kv head); `None` = every one.
+    /// Selected (index of the sequence, query head; for gradients, kv head); `None` = all.
     pub heads: Option<Vec<(usize, u32)>>,
     /// Number of rows to check of each tensor (of gradients, queries and keys), evenly spread, the first and
     /// the last among them; `None` = all.
@@ -56,7 +56,7 @@ impl Selection {
         Self::of(dims.num_heads_kv, spans, budget, |span, rows| per_pair * pairs(span, rows))
     }
 
-    /// `cost` is that of so many rows of one head of a sequence.
+    /// `cost` is the cost of one row in one head of a sequence.
     fn of(num_heads: u32, spans: &[SeqSpan], budget: f64, cost: impl Fn(&SeqSpan, u32) -> f64) -> Self {
         let all = Self::default().pairs(num_heads, spans);
         let cost = |pairs: &[(usize, u32)], rows: u32| -> f64 {
@@ -107,7 +107,7 @@ fn spread(total: u32, count: u32) -> impl Iterator<Item = u32> {
     (0..count).map(move |n| if count == 1 { total / 2 } else { (u64::from(n) * last / gaps) as u32 })
 }
 
-/// The rounding that P and dS meet before their products.
+/// Relative error of the rounding of P and dS before their products.
 fn inner_roundoff(problem: &FwdProblem) -> f64 {
     match problem.dtypes.v {
         // Rounding to f32 is part of f32's arithmetic.
@@ -140,7 +140,7 @@ fn logits_bound(
         let tensors = [Operand::Q, Operand::K, Operand::V].map(|operand| operands.expect(operand).slice());
         ScaledRows::of(problem, tensors, &score).ok().flatten()
     });
-    // Rotary embedding turns rows and changes no norm.
+    // Rotary embedding rotates rows and so keeps their norms.
     let norm_of = |operand, head, batch: u32, row: u32| {
         let Some(tensor) = operands.get(operand) else { return 0.0 };
         if let Some([q, k, _]) = &scaled {
@@ -157,7 +157,7 @@ fn logits_bound(
     let norm = |operand, head, batch: u32, rows: std::ops::Range<u32>| {
         rows.map(|row| norm_of(operand, head, batch, row)).fold(0.0, f64::max)
     };
-    // Pages are anybody's: the longest key of all of them bounds those of one sequence.
+    // Pages may belong to any sequence, so the longest key of all pages is the bound.
     let of_all = |operand| {
         let Some(shape) = operands.get(operand).map(|tensor| tensor.shape) else { return 0.0 };
         (0..shape.batch).map(|batch| norm(operand, i_head_kv, batch, 0..shape.seq)).fold(0.0, f64::max)
@@ -193,8 +193,8 @@ fn logits_bound(
             let row = |i| {
                 let numbers = (0..span.seqlen_k).map(move |j| tensor.get(batch, i, head, j));
                 let largest = numbers.clone().filter(|x| x.is_finite()).fold(f64::NEG_INFINITY, f64::max);
-                // A key so far below its row's best, or below its sink, has no weight in f32, whatever its
-                // score's error.
+                // A key with a score this far below its row's best, or below its sink, has weight 0 in f32,
+                // whatever its score's error.
                 let least = (largest - 2.0 * capped).max(sink - capped) - 110.0;
                 numbers.filter(|x| x.is_finite() && *x >= least).fold(0.0, abs_max)
             };

@@ -1,5 +1,5 @@
-//! Places of elements: each operand off its alignment while the others keep theirs, each with strides of its
-//! own, and V by columns whose last tile is ragged.
+//! Alignment and strides: each operand misaligned while the others are aligned, each with strides of its own, and
+//! column-major V with an incomplete last tile.
 
 use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, Strides, VLayout};
 
@@ -31,8 +31,8 @@ fn dims(seqlen_q: u32, seqlen_k: u32, head_dim: u32) -> Dims {
     }
 }
 
-/// Rows of V^T that end inside a tile of keys: beside each other, where only the last ends the tensor, and with NaN
-/// between them.
+/// Rows of V^T that end inside a tile of keys: contiguous rows, of which the last ends the tensor, and rows with
+/// NaN between them.
 fn ragged_columns(dtype: DType, cases: &mut Vec<Case>) {
     for head_dim in [64, 128] {
         // A last tile of few keys, of most, of all.

@@ -51,7 +51,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// V of which the keys lie side by side, whole blocks of them and not, and rows that are no whole copies.
+/// Column-major V, with complete and incomplete blocks of keys, and rows that are not whole copies.
 fn column_major(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         // The last one's rows of keys are whole words of 16 bytes.
@@ -75,8 +75,8 @@ fn column_major(cases: &mut Vec<Case>) {
     }
 }
 
-/// Modifiers between a product and its softmax, alone and together, over blocks of keys that hold all of
-/// their keys and one that does not; gradients of it where it has some.
+/// Modifiers between the product and its softmax, alone and together, over complete blocks of keys and an
+/// incomplete one, with their gradients.
 const MODIFIERS: [&str; 13] = [
     "softcap",
     "large_softcap",
@@ -97,7 +97,8 @@ fn modifiers(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for (head_dim, head_dim_v) in [(64, 64), (72, 72), (128, 128), (136, 136), (168, 120), (200, 200)] {
             for (n, modifier) in MODIFIERS.into_iter().enumerate() {
-                // Either layout of the sequences and either kind of mask meets every modifier, not every combination.
+                // Each modifier occurs with both layouts of the sequences and both kinds of mask, but not in every
+                // combination.
                 let packed = (n + head_dim as usize / 8 + usize::from(dtype == DType::F16)).is_multiple_of(2);
                 let mask = ["b", "0", "b:60,3,2"][(n + head_dim as usize / 64) % 3];
                 let dims = Dims {
@@ -125,9 +126,8 @@ fn modifiers(cases: &mut Vec<Case>) {
     }
 }
 
-/// Modifiers, two and three together, under each kind of mask, with and without an order: what a kernel has
-/// of registers, and whether ptxas can keep its products apart, follows from these together with the head
-/// dimension.
+/// Modifiers, two and three together, under each kind of mask, with and without ordered sums: a kernel's registers,
+/// and whether ptxas can overlap its products, depend on these and on the head dimension.
 fn modifier_pairs(cases: &mut Vec<Case>) {
     let pairs =
         ["softcap_dropout", "alibi_softcap", "alibi_dropout", "alibi_softcap_dropout", "bias_f32_softcap"]
@@ -202,8 +202,8 @@ pub(super) fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     problem
 }
 
-/// Calls that other libraries' backward got wrong: sequences without a token or with one, beside others that
-/// end anywhere in a block; dO that lies otherwise than O; head dimensions far apart.
+/// Calls that other libraries' backward got wrong: sequences with no token or one, next to others that end anywhere
+/// in a block; dO with another layout than O; very different head dimensions.
 fn field(cases: &mut Vec<Case>) {
     let sequences = [(0, 0), (1, 1), (65, 65), (0, 5), (127, 130), (1, 0), (129, 64)];
     let dims = |head_dim_qk, head_dim_v| Dims {
@@ -231,7 +231,7 @@ fn field(cases: &mut Vec<Case>) {
             let problem = BwdProblem::new(masked(dtype, dims(qk, v), "b"));
             cases.push(Case::backward(name, problem, Lengths::default(), data));
         }
-        // Heads whose tiles run together, and a rest of fewer.
+        // Heads whose tiles run together, and a smaller last group.
         for mask in ["b", "b:40,0"] {
             let name = format!("backward/field/more_heads_than_run_together/{dtype}/{mask}");
             let data = data(&name);
@@ -240,7 +240,7 @@ fn field(cases: &mut Vec<Case>) {
             let problem = BwdProblem::new(masked(dtype, many, mask));
             cases.push(Case::backward(name, problem, Lengths::default(), data));
         }
-        // One block of queries, whose lone CTA prepares what those of many blocks of keys take.
+        // With one block of queries, its only CTA prepares the data that many blocks of keys read.
         let name = format!("backward/field/one_query_block/{dtype}");
         let numbers = data(&name);
         let one = Dims { batch: 1, seqlen_q: 60, seqlen_k: 700, num_heads_q: 1, ..dims(64, 64) };
@@ -268,7 +268,7 @@ fn field(cases: &mut Vec<Case>) {
             strides.head = 64;
         }
         cases.push(Case::backward(name, BwdProblem::new(ragged), Lengths::default(), numbers));
-        // A block of dBias that a sequence's queries end in: NaN lies behind them.
+        // A block of dBias in which a sequence's queries end, followed by NaN.
         let name = format!("backward/field/dbias_of_used_rows/{dtype}");
         let numbers = data(&name);
         let mut used = masked(dtype, dims(64, 64), "0");
@@ -276,7 +276,7 @@ fn field(cases: &mut Vec<Case>) {
         let (seqused_q, seqused_k) = (vec![129, 70], vec![9, 130]);
         let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
         cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
-        // Keys that end within a block of dBias behind the first one; the mask hides none of them.
+        // Keys end within a block of dBias after the first block, and the mask hides none of them.
         for mask in ["0", "b:200,200"] {
             let name = format!("backward/field/dbias_of_used_rows/{dtype}/second_block/{mask}");
             let numbers = data(&name);
@@ -286,20 +286,20 @@ fn field(cases: &mut Vec<Case>) {
             let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
             cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
         }
-        // A bias that ends with its last row, whose queries fill their blocks and whose keys end within eight
-        // of a thread's.
+        // A bias that ends with its last row; queries fill their blocks, and keys end within a thread's group of
+        // eight.
         for bias in ["bias_16", "bias_f32"] {
             let name = format!("backward/field/{bias}_of_whole_query_blocks/{dtype}");
             let numbers = data(&name);
             let whole = masked(dtype, Dims { batch: 1, seqlen_q: 128, seqlen_k: 74, ..dims(64, 64) }, "0");
             cases.push(Case::backward(name, modified(whole, bias), Lengths::default(), numbers));
         }
-        // Rows that end where their blocks do: another head's follow at once.
+        // Rows end where their blocks end, followed directly by another head's rows.
         let name = format!("backward/field/sink_of_whole_blocks/{dtype}");
         let whole = masked(dtype, Dims { seqlen_q: 128, seqlen_k: 100, ..dims(64, 64) }, "b");
         let numbers = data(&name);
         cases.push(Case::backward(name, modified(whole, "sink"), Lengths::default(), numbers));
-        // Rows for every warp that sums dSink, none of them a small part of it.
+        // Every warp that sums dSink has rows, and each row contributes much.
         let name = format!("backward/field/sink_of_many_rows/{dtype}");
         let many = masked(dtype, Dims { seqlen_q: 250, seqlen_k: 8, ..dims(64, 64) }, "0");
         let numbers = data(&name);
@@ -309,7 +309,7 @@ fn field(cases: &mut Vec<Case>) {
         let few = masked(dtype, Dims { seqlen_q: 5, ..dims(64, 64) }, "b:9,4,40");
         let numbers = data(&name);
         cases.push(Case::backward(name, BwdProblem::new(few), Lengths::default(), numbers));
-        // Queries without a key beside a sink of no weight: their LSE and it are both -inf.
+        // Queries without visible keys and a sink of -inf: LSE and sink are both -inf.
         let name = format!("backward/field/sink_of_no_weight/{dtype}");
         let (numbers, planted) = (data(&name), vec![(Operand::Sink, [0, 0, 0, 1], f64::NEG_INFINITY)]);
         let few_keys = masked(dtype, Dims { seqlen_q: 129, seqlen_k: 60, ..dims(64, 64) }, "b");
@@ -325,8 +325,8 @@ fn field(cases: &mut Vec<Case>) {
     }
 }
 
-/// Caps up to f32's largest number, beyond which log2's factor must not carry them, and down to where scores
-/// are made small.
+/// Soft-caps up to f32's largest number, where the factor log2(e) must not overflow, and down to caps that make all
+/// scores tiny.
 fn any_softcap(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (cap, head_dim, mask) in
@@ -350,7 +350,7 @@ fn any_softcap(cases: &mut Vec<Case>) {
     }
 }
 
-/// Heads and keys enough that a kernel can make what it wants of the last heads' rows while it is at the first ones.
+/// Enough heads and keys that a kernel can prepare the last heads' rows while it computes the first.
 fn beside_the_products(cases: &mut Vec<Case>) {
     for (head_dim, heads, seqlen, mask) in [(64, 36, 1024, "0"), (128, 18, 2048, "b")] {
         let name = format!("backward/delta_beside/bf16/{}/{mask}", label(head_dim, head_dim));
@@ -368,8 +368,8 @@ fn beside_the_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// Calls that take several blocks of keys: sums of dQ in one order, and numbers that are not finite and that
-/// a mask hides from some queries of a block and shows to others.
+/// Calls with several blocks of keys: ordered sums of dQ, and non-finite numbers that a mask hides from some
+/// queries of a block and not from others.
 fn over_blocks(cases: &mut Vec<Case>) {
     let mut push = |name: String, dims: Dims, dtype, mask: &str, deterministic, planted| {
         let (problem, data) = (BwdProblem::new(masked(dtype, dims, mask)), data(&name));
@@ -387,24 +387,25 @@ fn over_blocks(cases: &mut Vec<Case>) {
             head_dim_qk: head_dim,
             head_dim_v,
         };
-        // A window whose ends both lie beyond the diagonal's; and sink columns alone, a few and more than a
-        // block of keys.
+        // Masks: a window with both ends beyond the diagonal; sink columns alone, a few and more than a block of
+        // keys.
         for mask in ["0", "b", "b:170,3,2", "b:20,3,2", "b:0,0", "b:60,140", "g:-30,1,2", "g:-100,-10,140"] {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
-        // Additions without an order: a key block reaches a block of queries first, or later than another.
+        // Unordered additions: a key block is the first to reach a block of queries, or a later one.
         for mask in ["0", "b", "b:170,3,2", "b:20,3,2"] {
             let name = format!("backward/over_blocks/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, false, Vec::new());
         }
         let name = format!("backward/over_blocks/queries_without_keys/bf16/{of}/b");
         push(name, dims(290, 100), DType::Bf16, "b", false, Vec::new());
-        // Two key blocks and two blocks of 64 queries: each is the first at one, and comes to the other's next.
+        // Two key blocks and two blocks of 64 queries: each key block is first at one query block and second at the
+        // other.
         let name = format!("backward/over_blocks/in_a_circle/bf16/{of}/0");
         let two = Dims { num_heads_q: 12, num_heads_kv: 12, ..dims(128, 256) };
         push(name, two, DType::Bf16, "0", false, Vec::new());
-        // A last group of key blocks that is smaller than the others, with four multiprocessors.
+        // A last group of key blocks that is smaller than the others, on four multiprocessors.
         let name = format!("backward/in_turns/short_group/bf16/{of}/0");
         push(name, dims(290, 620), DType::Bf16, "0", true, Vec::new());
         // A window that leaves a whole block of keys before the last queries do.
@@ -413,7 +414,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
         // More sink columns than queries, and a band in one block of keys.
         let name = format!("backward/in_turns/many_sinks/bf16/{of}/b:4,3,300");
         push(name, dims(30, 420), DType::Bf16, "b:4,3,300", true, Vec::new());
-        // Blocks of queries to which no key block adds.
+        // Some blocks of queries receive no additions from any key block.
         let name = format!("backward/in_turns/queries_without_keys/bf16/{of}/b");
         push(name, dims(290, 100), DType::Bf16, "b", true, Vec::new());
         // Every eighth kv head adds to dQ in the opposite order.
@@ -423,13 +424,13 @@ fn over_blocks(cases: &mut Vec<Case>) {
                 let dims = Dims { batch: 2, num_heads_q: 9, num_heads_kv: 9, ..dims(180, 270) };
                 push(name, dims, DType::Bf16, mask, true, Vec::new());
             }
-            // Two such heads of a sequence, and one head more than twice eight.
+            // Two such heads per sequence, and one head more than twice eight.
             let name = format!("backward/in_turns/seventeen_heads/bf16/{of}/b");
             let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
-        // Heads that add to dQ in the opposite order, with more key blocks before the last one than four
-        // multiprocessors can run before their turn.
+        // Heads that add to dQ in the opposite order, with more key blocks before the last than four
+        // multiprocessors can run at a time.
         if head_dim == 128 {
             let name = format!("backward/in_turns/many_keys/bf16/{of}/b");
             let dims = Dims { batch: 2, num_heads_q: 8, num_heads_kv: 8, ..dims(60, 1200) };
@@ -450,8 +451,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/{dtype}/{of}/{mask}");
             push(name, dims(150, 150), dtype, mask, false, planted);
         }
-        // A query that sees no key has a NaN in the last column of Q: of consumers that share out the dimension,
-        // the last one alone reads it.
+        // A query without visible keys has NaN in Q's last column, which only the last of the consumers that divide
+        // the head dimension reads.
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
         push(name, dims(150, 140), DType::Bf16, "b", false, planted);
@@ -462,12 +463,12 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/dout_alone/bf16/{of}/{mask}");
             push(name, dims(150, 140), DType::Bf16, mask, false, planted);
         }
-        // Queries behind the number of keys that a hidden key reaches.
+        // Queries beyond the number of keys, reached by a hidden key.
         let planted = vec![(Operand::K, [0, 95, 0, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/more_queries/bf16/{of}/b");
         push(name, dims(150, 100), DType::Bf16, "b", false, planted);
     }
-    // Clusters of key blocks with ordered additions, more of them than four multiprocessors run at a time.
+    // Clusters of key blocks with ordered additions, more than four multiprocessors run at a time.
     let name = "backward/in_turns/more_clusters_than_run/bf16/d256/0".to_owned();
     let dims = Dims {
         batch: 1,
@@ -481,7 +482,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
     push(name, dims, DType::Bf16, "0", true, Vec::new());
 }
 
-/// Four parts of a packed sequence's kv head that add to dK and dV in their order, and one beside them.
+/// Four parts of a packed sequence's kv head that add to dK and dV in order, with another sequence beside them.
 fn parts_in_turns(cases: &mut Vec<Case>) {
     let sequences = [(70, 300), (300, 200)];
     let dims = Dims {
@@ -500,8 +501,8 @@ fn parts_in_turns(cases: &mut Vec<Case>) {
     cases.push(Case { name, body: Body::Backward(Box::new(body)) });
 }
 
-/// Sums of dQ that lose no bit to its type, so that one of another order shows: five blocks of keys that
-/// begin together, and a window's.
+/// Sums of dQ whose last bits show another order of additions: five blocks of keys that start together, and a
+/// window's.
 fn every_bit_in_turns(cases: &mut Vec<Case>) {
     for mask in ["0", "b:170,3,2"] {
         let name = format!("backward/in_turns/f32_gradients/bf16/d64/{mask}");
@@ -588,10 +589,10 @@ fn packed_on_one_side(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows whose LSE is so large that f32 has nothing left of what P are told apart by, beside rows of the usual
-/// size in the same block: a bias as masks are written, the same on every key of a row or with one key above
-/// the rest; and the gradients of what else moves a row's scores. Two such rows have a dO, one has none, and
-/// adds nothing.
+/// Rows with so large an LSE that f32 cannot resolve differences between scores, next to normal rows in the same
+/// block. The cause is a bias of the kind used as a mask, equal for every key of a row or with one key above the
+/// rest. Gradients of other modifiers are included. Two such rows have a dO; one has dO = 0 and contributes
+/// nothing.
 fn far_rows(cases: &mut Vec<Case>) {
     const ROWS: [u32; 3] = [3, 17, 41];
     let dims = |head_dim| Dims {
@@ -637,13 +638,13 @@ fn far_rows(cases: &mut Vec<Case>) {
                 }
             }
         }
-        // Keys on the diagonal, whose distance is 0, are hidden.
+        // Keys on the diagonal, at ALiBi distance 0, are hidden.
         let mut problem = modified(masked(dtype, dims(64), "g:40,-2"), "alibi");
         problem.fwd.score.bias = Bias::Alibi { per_batch: false };
         let slopes = [1e9, -3e8].into_iter().zip(0..);
         let planted = slopes.map(|(slope, head)| (Operand::AlibiSlopes, [0, 0, 0, head], slope)).collect();
         push(format!("backward/far_rows/{dtype}/alibi/g:40,-2"), problem, planted);
-        // The sink is far above every key, or, in rows that a bias masks, among them.
+        // The sink is far above every key, or, in rows masked by a bias, similar to the keys.
         for (sink, value) in [(1e10, 0.0), (-1e10, -1e10)] {
             let mut problem = modified(masked(dtype, dims(64), "b"), "bias_f32");
             (problem.fwd.score.sink, problem.write_dsink, problem.has_dlse) = (true, true, true);
@@ -658,11 +659,11 @@ fn far_rows(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47;
-/// or so many rows later, with none in the first half of a block. Their LSE are some 2.6e5, where a row that
-/// is lost is not yet within what f32's rounding allows.
+/// Rows with such large scores from Q and K alone: one key of row 33 is far above the rest, two of row 47; or the
+/// same some rows later, with none in the first half of a block. Their LSE is about 2.6e5, where a lost row still
+/// exceeds the bound that f32's rounding allows.
 fn far_products(cases: &mut Vec<Case>) {
-    // Twice as much, at a head dimension of 256, is an f16.
+    // Twice this number, as at a head dimension of 256, still fits f16.
     const SIZE: f64 = 32000.0;
     const PEAK: f64 = 64.0;
     let mut push = |name: String,
@@ -702,9 +703,8 @@ fn far_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// A NaN that a caller gives in f32 is one whatever its bits, which a kernel that rounds by an addition to
-/// them may carry beyond those of a NaN: in a bias that some queries see, in LSE's gradient, in a head's
-/// slope.
+/// An f32 NaN from the caller with any bits: rounding by an addition to its bits may turn it into a number. It is
+/// in a bias that some queries see, in LSE's gradient, or in a head's slope.
 fn any_nan(cases: &mut Vec<Case>) {
     let dims = Dims {
         batch: 1,
@@ -808,14 +808,14 @@ fn edges(cases: &mut Vec<Case>) {
         problem.write_dsink = true;
         let name = format!("backward/group_with_empty_sequences/{dtype}");
         push(name, problem, Lengths::packed(&sequences), plain, Init::Normal);
-        // Without a sequence what all of them share is 0.
+        // Without sequences, the gradients that all sequences share are 0.
         for modifier in ["plain", "sink", "dbias_one_one", "dbias_one_head"] {
             let none = masked(dtype, Dims { batch: 0, ..dims(33, 40, 32) }, "b");
             let name = format!("backward/no_sequences/{dtype}/{modifier}");
             push(name, modified(none, modifier), Lengths::default(), plain, Init::Normal);
         }
     }
-    // Several blocks of those tiles whose consumers share out the head dimension, with V's of its own.
+    // Several blocks for tiles whose consumers divide the head dimension, with a different V dimension.
     for (head_dim, head_dim_v) in [(192, 128), (136, 192), (256, 256)] {
         for mask in ["0", "b", "b:70,3"] {
             let mut dims = dims(210, 150, head_dim);
@@ -825,7 +825,7 @@ fn edges(cases: &mut Vec<Case>) {
             push(name, problem, Lengths::default(), plain, Init::Normal);
         }
     }
-    // Lengths that end within a pair of key blocks, or before its second one: what lies behind them is NaN.
+    // Lengths end within a pair of key blocks, or before its second block; NaN follows.
     for (head_dim, head_dim_v, mask) in [(256, 256, "0"), (256, 256, "b"), (192, 128, "0"), (192, 128, "b")] {
         let mut dims = dims(150, 260, head_dim);
         (dims.batch, dims.num_heads_q, dims.num_heads_kv, dims.head_dim_v) = (4, 2, 1, head_dim_v);

@@ -1,5 +1,5 @@
-//! Calls whose bits are the same in every run and beside any neighbour: more tiles than the device has units,
-//! on inputs over which a kernel may decide differently from tile to tile.
+//! Calls whose bits are equal in every run and next to any other sequence: more tiles than the device has units,
+//! with inputs for which a kernel may decide differently in each tile.
 
 use fmha_core::{DType, Dims, FwdProblem};
 
@@ -9,7 +9,8 @@ use crate::init::Init;
 use crate::law::{Law, LawKind};
 use crate::tensors::{Data, Lengths};
 
-/// Cases for a device, all of whose units are to have several tiles; and for an emulated one of two or three.
+/// Sizes: one for a real device, so that all its units have several tiles, and one for an emulated device of two or
+/// three units.
 const SIZES: [(&str, u32, u32); 2] = [("many", 4, 48), ("few", 2, 6)];
 
 const KINDS: [(&str, LawKind); 3] = [
@@ -31,8 +32,7 @@ pub(crate) fn cases() -> Vec<Case> {
                             seqlen_q: 200,
                             seqlen_k: 700,
                             num_heads_q,
-                            // Heads are not packed: far-apart and near scores have to be in tiles of their
-                            // own.
+                            // Heads are not packed, so that widely spread and near scores are in different tiles.
                             num_heads_kv: num_heads_q,
                             head_dim_qk: head_dim,
                             head_dim_v: head_dim,
@@ -58,8 +58,8 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// dK and dV of few keys, whose queries several tiles may share: of a group's heads, of one head's queries, and both;
-/// of equal lengths and packed.
+/// dK and dV of few keys whose queries several tiles may share, by a group's heads, by one head's queries, or both;
+/// equal lengths and packed.
 fn keys_of_gradients(cases: &mut Vec<Case>) {
     for (head_dim, mask) in [(64, "0"), (64, "b"), (128, "b"), (128, "0"), (256, "0")] {
         for heads in [[6, 1], [1, 1], [8, 2]] {

@@ -46,7 +46,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Masks whose bounds say what most tiles show, over some tiles of every size: whole ones, empty ones and cut ones.
+/// Masks whose bounds decide most tiles, over tiles of every size: fully visible, hidden and partly masked ones.
 fn bounds(cases: &mut Vec<Case>) {
     let dims = Dims {
         batch: 2,

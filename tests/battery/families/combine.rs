@@ -64,9 +64,9 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// LSE so large that f32 keeps little of what tells parts apart, or of their sum: equal parts are a mean of
-/// their O all the same, and parts a few last places apart have the weights of just these. The smallest and
-/// the largest are what a mask of finfo.min and its opposite give; times log2(e) they are infinite.
+/// LSE so large that f32 hardly resolves differences between parts, or their sum: equal parts must still give the
+/// mean of their O, and parts a few ulps apart the weights for that difference. The extreme LSE come from masks of
+/// finfo.min and its negative; times log2(e) they are infinite.
 fn far(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for lse_offset in [1e4, -1e4, 3e5, -1e9, -4.34e29, 1e30, -3.4028e38, 3.4028e38] {

@@ -1,5 +1,5 @@
-//! Few queries over a KV cache: paged, appended to, rotated, quantised, with V inside K, under tree masks; and the
-//! laws that such calls keep.
+//! Few queries over a KV cache: paged, appended to, rotated, quantised, with V inside K, under tree masks; and laws
+//! for such calls.
 
 use fmha_core::{
     Append, Bias, BiasBroadcast, CacheScales, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout,
@@ -69,8 +69,8 @@ fn push_law(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: L
     cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind })) });
 }
 
-/// A block table for a problem's longest sequences, in a random order among more pages than it takes, and how
-/// many pages there are. Entries that no key needs point nowhere.
+/// A block table for a problem's longest sequences, with random pages among more than it needs, and the number of
+/// pages. Entries that no key needs are invalid.
 pub(crate) fn pages(problem: &FwdProblem, page_size: u32, seed: u64) -> (Vec<i32>, u32) {
     let Dims { batch, seqlen_k, .. } = problem.dims;
     let used = seqlen_k.div_ceil(page_size);
@@ -153,7 +153,7 @@ fn paged(cases: &mut Vec<Case>) {
     }
 }
 
-/// New keys, none to many, with a batch axis and packed, in every layout of the cache.
+/// New keys, from none to many, with a batch axis and packed, for every layout of the cache.
 fn appended(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (new, seqlen_q) in [(1, 1), (1, 3), (4, 4), (5, 2), (17, 17), (0, 1)] {
@@ -194,7 +194,7 @@ fn appended(cases: &mut Vec<Case>) {
     }
 }
 
-/// Q and K in FP8, V beside them in FP8 or 16 bits, with new rows, turned rows and both.
+/// FP8 Q and K, with V in FP8 or 16 bits, with new rows, rotated rows and both.
 fn fp8_updated(cases: &mut Vec<Case>) {
     use DType::{Bf16, E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz, F16};
     let types =
@@ -272,14 +272,15 @@ fn rotated_packed(cases: &mut Vec<Case>) {
             lengths.totals.total_k = None;
             lengths.seqused_k = vec![37, 5, 0];
             push(cases, name, problem.clone(), lengths.clone());
-            // A token of each sequence at most: rows of the workspace are as many.
+            // At most one token per sequence: the workspace has one row for each.
             let name = format!("decode/rotary/packed_tokens/{dtype}/new{new}/{mask}");
             let mut tokens = problem.clone();
             tokens.dims.seqlen_q = 1;
             let mut of_tokens = Lengths::packed(&[(1, 40), (1, 13), (1, 7)]);
             (of_tokens.totals.total_k, of_tokens.seqused_k) = (None, vec![37, 5, 0]);
             push(cases, name, tokens, of_tokens);
-            // More rows than three sequences of nine have: before the first sequence, within one and behind the last.
+            // More packed rows than three sequences of nine use: before the first sequence, inside one and after
+            // the last.
             let name = format!("decode/rotary/packed_q_apart/{dtype}/new{new}/{mask}");
             problem.layout.seqused_q = true;
             (lengths.totals.total_q, lengths.cu_seqlens_q) = (Some(40), vec![3, 5, 14, 30]);
@@ -289,8 +290,7 @@ fn rotated_packed(cases: &mut Vec<Case>) {
     }
 }
 
-/// Lengths beyond the rows that there are, below 0, and more new rows than there is room for: they count as
-/// those that are there.
+/// Lengths above the existing rows or negative, and more new rows than fit: they are clamped to the existing rows.
 fn clamped(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (new, mask) in [(0, "b"), (5, "b"), (0, "0")] {
@@ -307,7 +307,7 @@ fn clamped(cases: &mut Vec<Case>) {
     }
 }
 
-/// FP8 caches beside 16-bit queries, every descale, strided and paged.
+/// FP8 caches under 16-bit queries, with every kind of descale, strided and paged.
 fn quantised(cases: &mut Vec<Case>) {
     for cache in [DType::E4m3Fn, DType::E5m2, DType::E4m3Fnuz, DType::E5m2Fnuz] {
         for dtype in [DType::F16, DType::Bf16] {
@@ -419,9 +419,8 @@ fn latent(cases: &mut Vec<Case>) {
     }
 }
 
-/// 576/512 with V in K over several blocks of keys: an odd and an even number of them, rows of more than one
-/// tile, pages on both sides of a block, windows whose first keys lie in the middle of one, packed sequences,
-/// modifiers.
+/// 576/512 with V in K over several blocks of keys: odd and even numbers of blocks, rows for several tiles, page
+/// boundaries inside and at blocks, windows that begin inside a block, packed sequences, modifiers.
 fn latent_blocks(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (seqlen_q, seqlen_k, heads, mask, page_size) in [
@@ -459,7 +458,8 @@ fn latent_blocks(cases: &mut Vec<Case>) {
     }
 }
 
-/// FP8 caches of more than 256 elements a row beside 16-bit queries: V in K, with a descale of its own too, and apart.
+/// FP8 caches with more than 256 elements per row under 16-bit queries: V in K, also with a descale of its own, and
+/// separate V.
 fn wide_quantised(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for (cache, (qk, v), (seqlen_q, seqlen_k), heads, descale, page_size) in [
@@ -551,7 +551,7 @@ fn wide_blocks(cases: &mut Vec<Case>) {
     }
 }
 
-/// Speculative tokens: chains, wide trees, forests, random bits; more of them than keys.
+/// Tree masks of speculative tokens: chains, wide trees, forests, random bits; also more tokens than keys.
 fn trees(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for seqlen_q in [1, 5, 33] {
@@ -607,8 +607,8 @@ fn trees_apart(cases: &mut Vec<Case>) {
             lengths.seqused_k = used(&mut problem).seqused_k;
             let (words, seed) = (problem.tree_mask_words(), data(&name).seed);
             let rows = lengths.totals.total_q.unwrap_or(3 * seqlen_q);
-            // Every query sees the first of the last `seqlen_q` keys, and its own key among them. A query of
-            // "parts" or "packed" also sees random others of these keys.
+            // Every query sees the first of the last `seqlen_q` keys, and its own key. In "parts" and "packed" it
+            // also sees random others.
             let others = |row: u32, n: u32| {
                 word != "infinite" && mix(seed ^ u64::from(row * 1000 + n)).is_multiple_of(2)
             };
@@ -638,8 +638,8 @@ const KV_LAYOUTS: [(&str, KvLayout); 3] = [
     ("paged", KvLayout::Paged { page_size: 6 }),
 ];
 
-/// Puts the lengths that the problem's layout of K takes in place of offsets of packed keys: used lengths,
-/// and pages.
+/// Sets the lengths that the problem's layout of K needs, used lengths and pages, instead of offsets of packed
+/// keys.
 fn lengths_of_keys(problem: &mut FwdProblem, lengths: &mut Lengths, name: &str) {
     if problem.layout.kv != KvLayout::Packed {
         lengths.totals.total_k = None;
@@ -673,7 +673,7 @@ fn mixed(cases: &mut Vec<Case>) {
     }
 }
 
-/// Packed queries over FP8 caches, whatever these lie in, V in K's rows among them.
+/// Packed queries over FP8 caches in every layout, also with V in K's rows.
 fn mixed_quantised(cases: &mut Vec<Case>) {
     for (word, kv_layout) in KV_LAYOUTS {
         for v_in_k in [false, true] {
@@ -726,7 +726,7 @@ fn modified(cases: &mut Vec<Case>) {
     }
 }
 
-/// Caches of more than one chunk, whose last block and last chunk are whole, ragged and of one key.
+/// Caches of several chunks, whose last block and last chunk are full, partly filled, and of one key.
 fn long(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for seqlen_k in [511, 512, 513, 1024, 1601] {
@@ -763,7 +763,7 @@ fn split(cases: &mut Vec<Case>) {
     }
 }
 
-/// Groups of heads that divide no tile, over sequences of unlike lengths, 0 among them, whose keys CTAs share.
+/// Groups of heads that do not divide a tile, over sequences of different lengths, also 0, whose keys CTAs share.
 fn groups(cases: &mut Vec<Case>) {
     for (at, heads) in [(6, 2), (5, 1), (12, 2), (14, 2), (24, 2), (13, 1)].into_iter().enumerate() {
         for (seqlen_q, cache) in
@@ -813,9 +813,9 @@ fn groups(cases: &mut Vec<Case>) {
     }
 }
 
-/// Sequences of unlike lengths whose tiles are dealt out in shares: windows whose sink columns lie apart from their
-/// keys and in one tile with them, more sequences than a wave has lanes, rows of several tiles, packed keys, latent
-/// rows; lengths 0 among all.
+/// Sequences of different lengths whose tiles are divided into shares: windows with sink columns separate from
+/// their keys and in one tile with them, more sequences than a wave has lanes, rows of several tiles, packed keys,
+/// latent rows; each with lengths of 0.
 fn unlike(cases: &mut Vec<Case>) {
     const FEW: [i32; 5] = [0, 700, 33, 1, 260];
     let of_used = |cases: &mut Vec<Case>, name: String, mut problem: FwdProblem, lengths: &[i32]| {
@@ -830,7 +830,8 @@ fn unlike(cases: &mut Vec<Case>) {
                 of_used(cases, name, masked(dtype, few(seqlen_q, heads, head_dim), mask), &FEW);
             }
         }
-        // Some before the first with a key, some behind the last, and between those that have many one of none.
+        // Empty sequences come before the first with keys and after the last, and between those with many keys is
+        // one with none.
         let lengths: Vec<i32> = (0..150)
             .map(|at| match at {
                 20 => 900,
@@ -858,7 +859,7 @@ fn unlike(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of K and V that each decode kernel takes: narrow ones, and wide ones with V in K.
+/// Head dimensions for every decode kernel: narrow rows, and wide ones with V in K.
 const ROWS_OF_DECODE: [(&str, u32, u32); 2] = [("d64", 64, 64), ("latent", 576, 512)];
 
 fn of_decode(dtype: DType, sizes: Dims, row: (&str, u32, u32), mask: &str) -> FwdProblem {
@@ -871,8 +872,8 @@ fn of_decode(dtype: DType, sizes: Dims, row: (&str, u32, u32), mask: &str) -> Fw
     problem
 }
 
-/// The last block of the keys after several whole ones, of 1 key, of 31, and of all but one of blocks of 32,
-/// 64 and 128: the last key outweighs all others together, so that one that is left out shows.
+/// A last block, after several full ones, with 1 key, 31 keys, and one key short of full for blocks of 32, 64 and
+/// 128: the last key outweighs all others, so that leaving it out shows.
 fn last_keys(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for row in ROWS_OF_DECODE {
@@ -901,7 +902,7 @@ fn last_keys(cases: &mut Vec<Case>) {
     }
 }
 
-/// Caches of more parts than a wave of a merging launch reads at a time: 32 and 64, and twice so many.
+/// Caches with more parts than a wave of a merging launch reads at a time: 32 and 64, and twice these.
 fn many_parts(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for (seqlen_k, mask) in [(2600, "0"), (4500, "b"), (9100, "0"), (17000, "b")] {
@@ -913,7 +914,7 @@ fn many_parts(cases: &mut Vec<Case>) {
                 let most = seqlen_k.cast_signed();
                 let lengths = Lengths { seqused_k: vec![most, most / 2 + 7], ..Lengths::default() };
                 let data = data(&name);
-                // The last parts outweigh the first ones.
+                // The last parts have greater weights than the first ones.
                 let plant = Plant::LastKeys;
                 let body = Body::Forward(Box::new(Forward { problem, lengths, data, plant }));
                 cases.push(Case { name, body });
@@ -922,8 +923,8 @@ fn many_parts(cases: &mut Vec<Case>) {
     }
 }
 
-/// Block tables of which no entry is another's, of sequences of several blocks and unlike lengths: one entry
-/// taken for its neighbour, or for another sequence's, shows in every row.
+/// Block tables without common entries, for sequences of several blocks and different lengths: using a neighbour's
+/// or another sequence's entry shows in every row.
 fn tables_apart(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for row in ROWS_OF_DECODE {
@@ -945,8 +946,8 @@ fn tables_apart(cases: &mut Vec<Case>) {
     }
 }
 
-/// Batch-invariant calls that are long enough for parts: one token and several, and sequences that alone are
-/// one part and in their pack are beside several.
+/// Batch-invariant calls long enough for parts: one token and several, and sequences of one part packed with
+/// sequences of several.
 fn fixed_parts(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for seqlen_q in [3, 40] {
@@ -969,13 +970,13 @@ fn fixed_parts(cases: &mut Vec<Case>) {
     }
 }
 
-/// Quantised caches as their 16-bit twins lie and are read: pages, packed rows, more rows than a tile, wide
-/// rows and latent ones, V along the keys, rows that begin on any byte.
+/// Quantised caches in the layouts of 16-bit caches: pages, packed rows, more rows than a tile, wide and latent
+/// rows, column-major V, rows at any byte.
 fn widened_caches(cases: &mut Vec<Case>) {
     let law = |cases: &mut Vec<Case>, kind: &str, mut problem: FwdProblem, lengths, cache| {
         let name = format!("decode/an_fp8_cache_is_one_widened_before/{kind}/{cache}/{}", problem.dtypes.qk);
         (problem.cache.dtype, problem.write_lse) = (Some(cache), true);
-        // A V that lies in K has no factors of its own: they would make it another tensor.
+        // A V inside K has no descale of its own, which would make it a different tensor.
         if !problem.cache.v_in_k {
             (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
         }
@@ -1011,7 +1012,7 @@ fn widened_caches(cases: &mut Vec<Case>) {
         problem.strides.v = Strides::bhds(problem.shape_v());
         let lengths = used(&mut problem);
         law(cases, "v_along_the_keys", problem, lengths, cache);
-        // Rows of 16 bits begin on dwords, and those of codes on any byte.
+        // Rows of 16-bit elements begin at dwords, those of FP8 codes at any byte.
         for head_dim in [64, 208] {
             let mut problem = masked(dtype, dims(2, 600, (2, 1), head_dim), "b");
             for strides in [&mut problem.strides.k, &mut problem.strides.v] {

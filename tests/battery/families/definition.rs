@@ -6,13 +6,14 @@ use super::pairwise::{Levels, pairwise};
 use super::recipe::{AXES, DTYPES, axis, random_levels, recipe};
 use crate::case::{Case, seed_of};
 
-/// Series of pairwise rows: each meets every pair once more, beside other levels.
+/// Number of series of pairwise rows: each series contains every pair once more, with other levels besides.
 const SERIES: u64 = 5;
 const RANDOM: u64 = 500;
-/// The types that every fast kernel takes: series of their own, so that each pair of the other axes' levels meets
-/// on fast kernels too. Some of those write no keep mask, and take column-major V in rows of whole 16 bytes alone.
+/// Types that every fast kernel supports: they have series of their own, so that all pairs of the other axes'
+/// levels occur on fast kernels too. Some of these kernels write no keep mask, and support column-major V only in
+/// rows of whole 16 bytes.
 const FAST: [DType; 2] = [DType::F16, DType::Bf16];
-/// Indices of the lengths whose column-major V, packed too, has rows of whole 16 bytes.
+/// Indices of lengths for which a column-major V, also packed, has rows of whole 16 bytes.
 const WHOLE_COLUMNS: [usize; 3] = [4, 7, 9];
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -24,7 +25,7 @@ fn case(name: &str, levels: &Levels) -> Case {
     Case::forward(format!("{name}/{}", made.label), made.problem, made.lengths, made.data)
 }
 
-/// The cases, each with its level of each of `AXES`.
+/// The cases, each with its level on each axis of `AXES`.
 #[must_use]
 pub fn with_levels() -> Vec<(Case, Vec<usize>)> {
     rows().into_iter().map(|(name, levels)| (case(&name, &levels), levels)).collect()
@@ -47,14 +48,14 @@ fn rows() -> Vec<(String, Levels)> {
         .collect()
 }
 
-/// A series whose rows nearly every fast kernel takes.
+/// A series of rows that nearly every fast kernel supports.
 #[derive(Clone, Copy, PartialEq)]
 enum Series {
     /// V row-major, no keep mask.
     Rows(u64),
     /// V column-major, of whole 16 bytes.
     Columns,
-    /// Keep masks asked for where nothing is dropped.
+    /// Keep masks in calls without dropout.
     WithoutDropout,
 }
 
@@ -85,8 +86,8 @@ fn fast_of(series: Series) -> impl Iterator<Item = (String, Levels)> {
     })
 }
 
-/// FP8 under every mask, all else plain: fast kernels take few of the pairwise rows of these types, which have odd
-/// strides in the most.
+/// FP8 with every mask, otherwise plain: fast kernels support few of the pairwise rows of these types, most of
+/// which have odd strides.
 fn fast_masks() -> impl Iterator<Item = (String, Levels)> {
     [DType::E4m3Fn, DType::E5m2].into_iter().flat_map(|dtype| {
         (0..AXES[axis::MASK]).map(move |mask| {
@@ -98,7 +99,7 @@ fn fast_masks() -> impl Iterator<Item = (String, Levels)> {
     })
 }
 
-/// The first level of each axis but those two, for whether a kernel takes a pair at all.
+/// The first level on each axis except the two of `pair`, to test whether a kernel supports that pair.
 #[must_use]
 pub fn plain_with(dtype: usize, pair: [usize; 4]) -> Case {
     let mut levels = vec![0; AXES.len()];

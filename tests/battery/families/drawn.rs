@@ -1,5 +1,5 @@
-//! Cases that a seed decides, beside the battery's: problems over the contract (but parts of a larger call, merging and
-//! laws), from one row to several blocks and tiles, for a device that is to be tried for as long as one likes.
+//! Random cases from a seed, in addition to the battery's: problems over the contract (except parts of a larger
+//! call, merging and laws), from one row to several blocks and tiles, to test a device for any length of time.
 
 mod lay;
 
@@ -18,13 +18,13 @@ use crate::case::{Backward, Body, Case, seed_of};
 use crate::init::{Init, mix};
 use crate::tensors::{Data, Lengths};
 
-/// Products of Q and K and of P and V, in multiplications, that a case's f64 reference may take.
+/// Most multiplications of Q K and P V that a case's f64 reference may need.
 const AFFORDABLE: u64 = 1 << 29;
 /// Most multiplications of a backward case, which has five products in place of two.
 const AFFORDABLE_BACKWARD: u64 = AFFORDABLE / 4;
 const MOST_CASES: u32 = 100_000;
 
-/// Number of cases and their seed, written `SEED` (of which 1000 are drawn) or `SEED:COUNT`.
+/// Seed and number of cases, written `SEED` (for 1000 cases) or `SEED:COUNT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drawn {
     seed: u64,
@@ -53,7 +53,7 @@ impl fmt::Display for Drawn {
 }
 
 impl Drawn {
-    /// The cases, named `drawn/SEED_INDEX/...`. A seed's first ones are the same whatever the count.
+    /// The cases, named `drawn/SEED_INDEX/...`. The first cases of a seed do not depend on the count.
     #[must_use]
     pub fn cases(self) -> Vec<Case> {
         (0..self.count).map(|index| self.case(index)).collect()
@@ -71,7 +71,7 @@ impl Drawn {
     }
 }
 
-/// The battery's small problems, with levels that it has not put together.
+/// A small problem like the battery's, with other combinations of levels.
 fn small(name: &str, draw: &mut Draw) -> Case {
     let made = recipe(&random_levels(draw.word(), 0), draw.word());
     Case::forward(format!("{name}/{}", made.label), made.problem, made.lengths, made.data)
@@ -99,7 +99,7 @@ impl Draw {
         choices[self.below(N as u32) as usize]
     }
 
-    /// One of `1..=most`, about as often below 16 as between 16 and 256.
+    /// A number in `1..=most`, about equally often below 16 and between 16 and 256.
     fn length(&mut self, most: u32) -> u32 {
         let bits = 1 + self.below(most.ilog2() + 1);
         1 + self.below((1u32 << bits).min(most))
@@ -132,7 +132,7 @@ impl Draw {
         }
     }
 
-    /// Mask of any shape, whose numbers have the size of the lengths.
+    /// A mask of any shape whose numbers are about as large as the lengths.
     fn mask(&mut self, dims: Dims) -> String {
         let longest = dims.seqlen_q.max(dims.seqlen_k);
         let near = |draw: &mut Self| if draw.one_in(4) { draw.below(4) } else { draw.length(longest) };
@@ -154,7 +154,7 @@ impl Draw {
         if self.one_in(2) { -number } else { number }
     }
 
-    /// Modifiers between a product and its softmax: mostly nothing, at times all of it.
+    /// Modifiers between the product and its softmax: mostly none, sometimes all.
     fn modifiers(&mut self, problem: &mut FwdProblem) {
         if self.one_in(5) {
             problem.score.softcap = Some(self.of([0.5, 2.0, 30.0, 50.0]));
@@ -228,7 +228,7 @@ impl Draw {
         Case { name: format!("{name}/backward/{label}"), body: Body::Backward(Box::new(body)) }
     }
 
-    /// Few queries, or a chunk of them, over a cache.
+    /// A call with few queries, or with a chunk of queries, over a cache.
     fn over_a_cache(&mut self, name: &str) -> Case {
         let most_q = self.of([1, 1, 4, 16, 64, 300]);
         let mut dims = self.dims((most_q, 3000));

@@ -1,5 +1,4 @@
-//! Edges where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
-//! NaN beside what is read.
+//! Edge cases: empty and single rows, tile borders, hidden rows, odd strides, large scores, NaN next to data.
 
 use fmha_core::{
     Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, MaskSpec, Shape, Strides, VLayout,
@@ -63,7 +62,7 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     cases.push(Case::forward(name, problem, lengths, data));
 }
 
-/// Adds a forward case whose tensors have numbers of `init`.
+/// Adds a forward case with numbers of kind `init`.
 fn push_of(cases: &mut Vec<Case>, init: Init, name: String, problem: FwdProblem) {
     let data = Data { init, ..data(&name) };
     cases.push(Case::forward(name, problem, Lengths::default(), data));
@@ -132,8 +131,8 @@ fn tiles(cases: &mut Vec<Case>) {
                 push(cases, name, masked(dtype, dims, mask), Lengths::default());
             }
         }
-        // More bands: a window that leaves out blocks before and behind; sinks of several blocks; rows
-        // without keys by the block; keys that end before a window to the right does.
+        // More bands: a window that skips blocks on both sides; sinks of several blocks; whole blocks of rows
+        // without keys; keys that end before a window does on the right.
         for (q, k, mask) in [
             (600, 1100, "b"),
             (1023, 513, "t"),
@@ -148,7 +147,7 @@ fn tiles(cases: &mut Vec<Case>) {
             let name = format!("edges/long/{dtype}/s{q}x{k}/{mask}");
             push(cases, name, masked(dtype, dims, mask), Lengths::default());
         }
-        // Blocks whose K and V are of unlike width: a kernel may bring each by a way of its own.
+        // Blocks with K and V of different width, which a kernel may load in different ways.
         let unlike =
             Dims { batch: 1, num_heads_q: 2, num_heads_kv: 1, head_dim_v: 128, ..dims(300, 600, 192) };
         push(
@@ -164,8 +163,8 @@ fn tiles(cases: &mut Vec<Case>) {
     }
 }
 
-/// A few queries on many keys, which a kernel may split into parts: masks of which a part sees nothing,
-/// lengths that end before a part, hidden NaN beside keys that are seen.
+/// A few queries over many keys, which a kernel may split: masks that hide a whole part, lengths that end before a
+/// part, hidden NaN next to visible keys.
 fn short_queries(cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
         // The last has more sink columns than queries.
@@ -233,7 +232,7 @@ fn masks(cases: &mut Vec<Case>) {
     }
 }
 
-/// Strides that are odd, nested the other way, nought, or bogus where no element uses them.
+/// Strides that are odd, nested in another order, 0, or invalid where no element uses them.
 fn strides(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         let odd = |shape: Shape, pad: i64| {
@@ -296,8 +295,8 @@ fn strides(cases: &mut Vec<Case>) {
     }
 }
 
-/// Packed sequences whose keys begin at any element of a column-major V, of which 16 bytes and more may be
-/// copied at once.
+/// Packed sequences whose keys begin at any element of a column-major V, which kernels may copy 16 bytes or more at
+/// a time.
 fn packed_columns(cases: &mut Vec<Case>) {
     let sequences = [(20, 15), (33, 2), (5, 15), (70, 64)];
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E4m3Fn, DType::E5m2] {
@@ -334,8 +333,8 @@ fn numbers(cases: &mut Vec<Case>) {
             let name = format!("edges/softcap/{dtype}/{cap:e}");
             push_of(cases, Init::HugeLogits, name, problem);
         }
-        // Rows of the bias on 16 bytes and not; blocks of keys that are whole, and a last one that is not;
-        // heads that may be packed, whose rows the bias has not side by side, and heads that may not.
+        // Bias rows that begin at multiples of 16 bytes and others; full key blocks, and an incomplete last one;
+        // heads that may be packed, whose bias rows are not adjacent, and heads that may not.
         for (seqlen_k, mask) in [(288, "0"), (288, "b"), (283, "0"), (283, "b")] {
             for heads in ["", "/mha"] {
                 let mut dims = dims(200, seqlen_k, 64);
@@ -347,30 +346,30 @@ fn numbers(cases: &mut Vec<Case>) {
                 push(cases, name, problem, Lengths::default());
             }
         }
-        // Biases that threads read: rows on 16 bytes that end within a block, with fewer keys than queries;
-        // rows that begin 28 bytes behind a multiple of 32; rows on 16 bytes of heads that are not.
+        // Biases that threads load: rows at 16 bytes that end within a block, with fewer keys than queries; rows
+        // that begin 28 bytes after a multiple of 32; rows at 16 bytes of heads that are not aligned.
         for (what, seqlen_q, seqlen_k, gap) in
             [("amid_block", 400, 280, 0), ("rows_of_540_bytes", 200, 270, 0), ("odd_heads", 200, 288, 1)]
         {
             let problem = with_bias(masked(dtype, dims(seqlen_q, seqlen_k, 64), "0"), gap);
             push(cases, format!("edges/bias_by_threads/{dtype}/{what}"), problem, Lengths::default());
         }
-        // No tensor owns the memory behind the last row of a lone head's bias.
+        // The memory after the last row of a single head's bias belongs to no tensor.
         let lone = Dims { num_heads_q: 1, num_heads_kv: 1, ..dims(200, 283, 64) };
         let problem = with_bias(masked(dtype, lone, "0"), 0);
         push(cases, format!("edges/bias_of_one_head/{dtype}"), problem, Lengths::default());
-        // A first sequence without queries: neither its bias is read, nor what lies before it.
+        // The first sequence has no queries: neither its bias, nor memory before it, may be read.
         let sequences = [(0, 128), (5, 128)];
         let problem = with_bias(group(dtype, dims(5, 128, 64), &sequences, "0"), 0);
         push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
-        // A sink that is nothing beside a row's one key.
+        // A sink with no weight compared with the row's only key.
         let sunk = masked(dtype, dims(9, 9, 64), "t").sink(true).softmax_scale(50.0);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk.clone(), Lengths::default());
-        // Scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last
-        // bit.
+        // Scores so large that the maximum is subtracted before scaling: the only key must have a weight of exactly
+        // 1.
         let sunk = sunk.clone().softmax_scale(1e8);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
-        // Sinks that are as large as scores never are, beside queries that see keys and some that see none.
+        // Sinks larger than any score, with queries that see keys and some that see none.
         for sink in [1e10, -1e10, -1e30, 1e30] {
             let sunk = masked(dtype, dims(19, 9, 64), "b").sink(true);
             let name = format!("edges/far_sink/{dtype}/{sink:e}");
@@ -388,8 +387,7 @@ fn numbers(cases: &mut Vec<Case>) {
     }
 }
 
-/// Problem with a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than
-/// they need.
+/// Problem with a bias of the inputs' type for each head, with gaps of `gap` elements between heads.
 fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
     let (dtype, broadcast) = (problem.dtypes.qk, BiasBroadcast::OneHead);
     let mut strides = Strides::bhsd(problem.shape_bias(broadcast));
@@ -398,7 +396,7 @@ fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
     problem
 }
 
-/// NaN and infinity: hidden ones reach nothing, seen ones what they touch.
+/// NaN and infinity: hidden ones must reach nothing, visible ones exactly the results that depend on them.
 fn poison(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for mask in ["t", "b:2,0", "g:4,-9", "t:3,1", "g:1,2,3"] {
@@ -408,12 +406,12 @@ fn poison(cases: &mut Vec<Case>) {
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
             ("k", Operand::K, [0, 11, 1, 0]),
-            // Last head of V: what lies behind it belongs to no tensor.
+            // In V's last head, the memory after it belongs to no tensor.
             ("v", Operand::V, [1, 9, 1, 5]),
         ] {
             for (value, text) in [(f64::NAN, "nan"), (f64::INFINITY, "inf")] {
-                // An infinite score makes NaN of its row by inf - inf, and what an infinite Q gives
-                // depends on signs that a soft-max of infinities does not define.
+                // An infinite score makes its row NaN by inf - inf; the result of an infinite Q depends on signs
+                // that a softmax of infinities does not define.
                 if value.is_infinite() && operand != Operand::V {
                     continue;
                 }
@@ -428,18 +426,18 @@ fn poison(cases: &mut Vec<Case>) {
         let name = format!("edges/nan_in_the_last_element_of_a_block/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 63], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
-        // A column that begins a run of four, behind the first two of them.
+        // A column within a group of four columns, after the first two.
         let name = format!("edges/nan_in_a_late_column/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 40], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
-        // Rows computed again that see sink columns: without a band, and more of them than there are queries.
+        // Recomputed rows that see sink columns: without a band, and more sink columns than queries.
         for (row, mask) in [(9, "g:0,-3,12"), (38, "b:4,0,36")] {
             let name = format!("edges/nan_beside_sink_columns/{dtype}/{mask}");
             let plant = Plant::At(Operand::V, [1, row, 1, 5], f64::NAN);
             push_planted(cases, name, masked(dtype, dims(30, 40, 16), mask), plant);
         }
-        // The next sequence's NaN lies in the block with which this one's keys end, and no mask has its rows
-        // computed again.
+        // The next sequence's NaN lies in the block in which this sequence's keys end, and no mask makes rows be
+        // recomputed.
         let sequences = [(30, 40), (30, 40)];
         let name = format!("edges/nan_in_the_next_sequence/{dtype}");
         let problem = group(dtype, dims(30, 40, 16), &sequences, "0");
@@ -451,8 +449,8 @@ fn poison(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of several key blocks whose maxima grow, with NaN and infinity too: what a softmax that looks at its
-/// maxima seldom has to notice.
+/// Rows of several key blocks with growing maxima, also with NaN and infinity: a softmax that rarely checks its
+/// maxima must notice.
 fn growth(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for init in Init::GROWING {
@@ -494,8 +492,7 @@ fn growth(cases: &mut Vec<Case>) {
                 push_of(cases, init, name, problem);
             }
         }
-        // The next sequence's queries, in the first one's block of rows, have such scores too and are done
-        // long before it.
+        // The next sequence's queries, in the first one's row block, have such scores too and end much earlier.
         let sequences = [(70, 600), (58, 30), (40, 300)];
         let mut problem = group(dtype, dims(70, 600, 64), &sequences, "b");
         problem.score.softmax_scale = Some(1e8);
@@ -505,12 +502,12 @@ fn growth(cases: &mut Vec<Case>) {
             problem,
             Lengths::packed(&sequences),
         );
-        // Scores lie so far apart, and for so long, that a kernel may give up its guesses.
+        // Scores are so far apart, for so long, that a kernel may stop guessing maxima.
         for mask in ["0", "b"] {
             let name = format!("edges/growth/huge_logits/{dtype}/s300x1500/d128/{mask}");
             push_of(cases, Init::HugeLogits, name, masked(dtype, dims(300, 1500, 128), mask));
         }
-        // A block of visible scores may be -inf, be it the first that a kernel looks at or the last.
+        // A block of visible scores is all -inf, as the first or the last block that a kernel processes.
         for (begin, end) in [(0, 350), (250, 600)] {
             for mask in ["0", "b", "b:350,2"] {
                 let name = format!("edges/growth/infinitely_far_{begin}_to_{end}/{dtype}/{mask}");
@@ -518,8 +515,8 @@ fn growth(cases: &mut Vec<Case>) {
                 push_planted(cases, name, problem, Plant::FarBelow { begin, end, key: f64::INFINITY });
             }
         }
-        // The keys that a kernel looks at first lie so far below the rest that to round its maximum times the
-        // scale makes P 2^(10^21).
+        // The keys processed first are so far below the rest that rounding their maximum times the scale would make
+        // P 2^(10^21).
         for mask in ["0", "b"].iter().filter(|_| dtype != DType::F16) {
             let problem = masked(dtype, dims(70, 600, 64), mask);
             let far_below = Plant::FarBelow { begin: 300, end: 600, key: 1e30 };
@@ -555,7 +552,7 @@ fn head_dims(cases: &mut Vec<Case>) {
     }
     let many = Dims { batch: 5, num_heads_q: 24, num_heads_kv: 3, ..dims(7, 9, 16) };
     push(cases, "edges/many_heads/f32".into(), masked(DType::F32, many, "b"), Lengths::default());
-    // A prime number of heads: the last of those that share the L2 are fewer.
+    // A prime number of heads: the last L2 head group is smaller.
     let prime = Dims { batch: 1, num_heads_q: 37, num_heads_kv: 37, ..dims(130, 40, 16) };
     push(cases, "edges/prime_heads/bf16".into(), masked(DType::Bf16, prime, "b"), Lengths::default());
     let packed = FwdProblem::group(DType::Bf16, Dims { batch: 40, ..dims(3, 4, 16) });

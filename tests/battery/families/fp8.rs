@@ -57,7 +57,7 @@ pub(crate) fn cases() -> Vec<Case> {
         let odd = masked(dtype, dims, "b").dtype_o(dtype).scale_o(true);
         let name = format!("fp8/head_dim/{dtype}/d31_o_fp8");
         cases.push(Case::forward(name.clone(), odd, Lengths::default(), data(&name)));
-        // Beyond the type's range: a scaled O saturates, it does not wrap or become NaN. Query 0 sees key 0 alone, and
+        // Beyond the type's range a scaled O must saturate, not wrap or become NaN. Query 0 sees key 0 alone, and
         // one element of its V is the type's largest number.
         let mut problem = small(dtype, "t");
         problem.dtypes.o = dtype;
@@ -77,8 +77,8 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Several blocks of keys, at the head dimensions of models, with all that a tile kernel does besides. Every
-/// stride is a multiple of 16 bytes, as copy engines want it.
+/// Several blocks of keys at the head dimensions of models, with all other features of a tiled kernel. Every stride
+/// is a multiple of 16 bytes, as TMA needs.
 fn blocks(cases: &mut Vec<Case>) {
     for dtype in FP8 {
         let o_16_bits = |mut problem: FwdProblem| {
@@ -140,7 +140,7 @@ fn blocks(cases: &mut Vec<Case>) {
         }
         // NaN in rows of K and V that no query sees, and in one that some queries see.
         push("nan_nobody_sees", plain("t"), Lengths::default(), Plant::HiddenKeys);
-        // NaN behind a sequence's keys, where no mask can tell.
+        // NaN after a sequence's keys, without a mask.
         let lengths = Lengths { seqused_k: vec![577], ..Lengths::default() };
         let used = plain("0").seqused_k(true);
         push("nan_behind_the_keys", used.clone(), lengths.clone(), Plant::HiddenKeys);
@@ -153,9 +153,9 @@ fn blocks(cases: &mut Vec<Case>) {
         let by_head = Descale::PerKvHead;
         let seen = of(128, 128, (150, 150), "t").descale_q(by_head).descale_k(by_head).descale_v(by_head);
         push("nan_in_v", seen.clone(), Lengths::default(), nan_in_v(5));
-        // Rows computed again are scaled and rounded as the others.
+        // Recomputed rows are scaled and rounded like other rows.
         push("nan_in_v_o_fp8", seen.clone().dtype_o(dtype).scale_o(true), Lengths::default(), nan_in_v(101));
-        // Scores turn round, as with a negative scale.
+        // Negative descales reverse the order of scores, like a negative scale.
         push(
             "negative_descale",
             plain("b").descale_q(Descale::PerTensor).descale_k(Descale::PerTensor),
@@ -181,13 +181,13 @@ fn blocks(cases: &mut Vec<Case>) {
         push("nan_behind_wide_keys", used, lengths, Plant::HiddenKeys);
         push("nan_nobody_sees_of_a_wide_v", wide("t"), Lengths::default(), Plant::HiddenKeys);
         push("nan_in_a_wide_v", wide("t"), Lengths::default(), nan_in_v(203));
-        // Beyond 192 dimensions of V maxima are taken as integers, where none is negative.
+        // Above 192 dimensions of V, maxima are compared as integers if none is negative.
         for init in Init::OF_MAXIMA {
             let name = format!("fp8/blocks/{dtype}/d256x256/{init}");
             let data = Data { init, ..data(&name) };
             cases.push(Case::forward(name, of(256, 256, (150, 610), "0"), Lengths::default(), data));
         }
-        // 2^-10: nothing in E4M3FN, but for what P is scaled by.
+        // A weight of 2^-10 is 0 in E4M3FN, unless P is scaled.
         let faint = plain("b").softmax_scale(std::f32::consts::LN_2);
         let name = format!("fp8/blocks/{dtype}/faint_weights");
         let data = Data { init: Init::ConstantV, ..data(&name) };

@@ -1,7 +1,7 @@
 //! Memory that belongs to no tensor: beside unmapped pages, beyond 2^31 elements.
 //!
-//! Every case of every family has margins and gaps full of NaN, and fails when one of its outputs'
-//! is written; these are the cases in which one byte too far ends the process.
+//! Every case of every family has margins and gaps full of NaN, and fails if an output's margin is written; in
+//! these cases an access one byte too far ends the process.
 
 use fmha_core::{
     Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, Strides, Totals,
@@ -76,7 +76,7 @@ fn beside_unmapped(placement: Placement, cases: &mut Vec<Case>) {
 
 const SPARSE: Room = Room { placement: Placement::Sparse, shift: 0 };
 const FAR: i64 = (1 << 31) + 4096;
-/// 65 rows end before 2^28 bytes: kernels that address tiles by 32 bits take them.
+/// Number of rows: 65 of them end before 2^28 bytes, so kernels that address tiles with 32 bits support them.
 const FAR_KEYS: u64 = (1 << 22) - (1 << 17);
 
 /// Offsets that do not fit 31 bits, along each axis; only the touched pages exist.
@@ -106,7 +106,7 @@ fn far_apart(cases: &mut Vec<Case>) {
             }
             push(format!("guards/offsets_beyond_2_31/{dtype}/{axis}"), problem, Lengths::default());
         }
-        // Keys so far apart that 32 bits address a few blocks of them: a kernel moves its base on and on.
+        // Keys so far apart that 32 bits address only a few blocks: a kernel must advance its base address.
         for mask in ["0", "b"] {
             let one = Dims { batch: 1, ..dims(3, 700, 32) };
             let mut problem = masked(dtype, one, mask);

@@ -1,4 +1,5 @@
-//! Which head a row reads: ratios of query to kv heads that are no powers of 2, and rows that end one behind a tile.
+//! Assignment of heads to rows: ratios of query to kv heads that are no powers of 2, and rows that end one row
+//! after a tile.
 
 use fmha_core::{Bias, BwdProblem, DType, Dims, FwdProblem};
 
@@ -46,8 +47,8 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     cases.push(Case::forward(name, problem, lengths, data));
 }
 
-/// Cases of so few queries that kernels put a kv head's query heads into one tile, and of so many that they
-/// need not; slopes and sinks go by the query head, K and V by the kv head.
+/// Cases with so few queries that kernels pack a kv head's query heads into one tile, and with so many that they
+/// need not; slopes and sinks depend on the query head, K and V on the kv head.
 fn ratios(ratio: u32, num_heads_kv: u32, cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
         for (seqlen_q, seqlen_k) in [(3, 70), (70, 45)] {
@@ -72,7 +73,7 @@ fn ratios(ratio: u32, num_heads_kv: u32, cases: &mut Vec<Case>) {
     }
 }
 
-/// A launch of packed sequences needs a block of rows for the single row behind the last full one.
+/// A launch for packed sequences needs another block of rows for a single row after the last full block.
 fn row_blocks(dtype: DType, seqlen_q: u32, ratio: u32, cases: &mut Vec<Case>) {
     let sequences = [(seqlen_q, 40), (1, 9), (seqlen_q, 33)];
     let dims = Dims { batch: 3, ..dims(seqlen_q, 40, ratio, 2) };

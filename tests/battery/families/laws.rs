@@ -62,7 +62,7 @@ fn masks(kind: LawKind) -> &'static [&'static str] {
     }
 }
 
-/// Sequences of unlike lengths where the law is about them; else the whole tensors.
+/// Sequences of different lengths if the law is about them; otherwise the whole tensors.
 fn lengths(kind: LawKind, dims: Dims) -> Lengths {
     if kind != LawKind::Recorded {
         return Lengths::default();

@@ -1,4 +1,4 @@
-//! Lists of keys: which keys a list names, how it and its keys lie, and what else happens to their scores.
+//! Lists of keys: the keys that a list names, layouts of lists and keys, and modifiers of scores.
 //!
 //! Rows that no list names are NaN, forward in whole rows of K and V, backward at keys that the lists avoid.
 
@@ -69,8 +69,8 @@ fn with_lists(
     (problem, lengths)
 }
 
-/// The entries of every list, as the problem's strides lay them out. An entry that stands between lists or past a
-/// length names an avoided key.
+/// The entries of every list, in the layout of the problem's strides. Entries between lists or beyond a length name
+/// an avoided key.
 pub(super) fn indices(problem: &FwdProblem, lengths: &Lengths, style: &str, seed: u64) -> Vec<i32> {
     let Some(lists) = problem.lists else { return vec![] };
     let shape = lists.shape(problem, lengths.totals);
@@ -225,7 +225,7 @@ fn tokens(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// Plain heads to 256, and latent ones with V in K's rows.
+/// Plain head dimensions up to 256, and latent ones with V in K's rows.
 fn head_dims(cases: &mut Vec<Case>, dtype: DType) {
     for (qk, v, heads) in [
         (64, 64, (2, 2)),
@@ -353,7 +353,7 @@ fn parts(cases: &mut Vec<Case>, dtype: DType) {
     push(cases, name, problem, lengths);
 }
 
-/// Blocks of keys, the token's own among them: the band cuts it.
+/// Blocks of keys, among them the token's own, which the band cuts.
 fn blocks(cases: &mut Vec<Case>, dtype: DType) {
     for (size, mask) in [(1, "b"), (7, "0"), (16, "b"), (64, "b"), (128, "b:100,0")] {
         let name = format!("lists/blocks/{dtype}/b{size}/{mask}");
@@ -365,7 +365,7 @@ fn blocks(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// Latent rows over lists of several blocks: V in K's rows, with and without elements besides, and apart from it.
+/// Latent rows over lists of several blocks: V in K's rows, with and without further elements, and separate V.
 fn wide(cases: &mut Vec<Case>, dtype: DType) {
     let sized = |batch, tokens, keys, heads, qk| Dims {
         head_dim_v: 512,
@@ -515,10 +515,10 @@ fn caches(cases: &mut Vec<Case>) {
     }
 }
 
-/// Tokens and keys of calls that have none of one of them.
+/// Calls without tokens, or without keys.
 const NOTHING: [(u32, u32); 3] = [(0, 5), (5, 0), (0, 0)];
 
-/// Gradients, asked for in one order; each case is run again and keeps its bits.
+/// Gradients with ordered sums; each case runs twice and must have equal bits.
 fn gradients(cases: &mut Vec<Case>, dtype: DType) {
     let mut push =
         |name: String, problem: FwdProblem, lengths: Lengths, change: &dyn Fn(BwdProblem) -> BwdProblem| {
@@ -640,7 +640,7 @@ fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, kind) in [("twice", LawKind::Twice), ("repeated", LawKind::Repeated(5))] {
-            // Kernels that see places of a list take no dropout.
+            // Kernels that only have places in a list support no dropout.
             for (kept, p_drop) in [("", 0.1), ("/whole", 0.0)] {
                 let name = format!("lists/{word}/{dtype}{kept}");
                 let problem = masked(dtype, dims(9, 300, (8, 2), 64), "b").sink(true).p_drop(p_drop);

@@ -1,4 +1,4 @@
-//! Masks as data: a seed draws intervals, bits and block lists, which join with each other, the band and code.
+//! Masks as data: random intervals, bits and block lists, combined with each other, the band and code.
 //!
 //! Rows of a sequence come in stretches of one kind (all keys, none, a document, a window with sinks, drawn
 //! endpoints), so that tiles of every size are whole, cut and empty. Endpoints decrease, are negative and lie past
@@ -64,7 +64,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Gradients in one order: several tiles of keys add to a query, by lists that leave some of them out.
+/// Gradients with ordered sums: several tiles of keys add to a query, with lists that leave out some.
 fn ordered(cases: &mut Vec<Case>) {
     let drawn = [
         ("keys", "intervals", 301),
@@ -154,7 +154,7 @@ fn word(seed: u64, at: [u32; 4]) -> u64 {
     at.into_iter().fold(mix(seed), |word, x| mix(word ^ u64::from(x)))
 }
 
-/// The numbers of a tensor; what lies between them is garbage.
+/// The numbers of a tensor; memory between them is garbage.
 fn numbers(shape: Shape, strides: Strides, mut of: impl FnMut([u32; 4]) -> i32) -> Vec<i32> {
     let mut numbers = vec![i32::MIN + 7; strides.extent(shape).unwrap_or(0) as usize];
     for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.head).map(move |h| (b, h))) {
@@ -165,7 +165,7 @@ fn numbers(shape: Shape, strides: Strides, mut of: impl FnMut([u32; 4]) -> i32) 
     numbers
 }
 
-/// Strides with `gap` numbers between neighbours of the innermost axis but one, and behind each head.
+/// Strides with `gap` numbers between neighbours on the second innermost axis, and after each head.
 fn spread(strides: Strides, shape: Shape, gap: i64) -> Strides {
     if gap == 0 {
         return strides;
@@ -199,7 +199,7 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
             // A document.
             (1, 0) => edge(0).min(edge(1)),
             (1, 1) => edge(0).max(edge(1)) + 15,
-            // A window behind sinks, of two intervals where there are as many.
+            // A window after sinks, which needs two intervals.
             (2, 0) if endpoints > 2 => 0,
             (2, 1) if endpoints > 2 => 4,
             (2, 0 | 2) => i - 20,
@@ -242,7 +242,7 @@ fn draw_lists(
 ) {
     let [block_q, block_k] = [[64, 64], [128, 32], [37, 19], [16, 48], [1, 5]][(seed % 5) as usize];
     let blocks = problem.dims.seqlen_k.div_ceil(block_k);
-    // Room for more than any row takes.
+    // List capacity, larger than any row needs.
     let room = |has: bool| has.then_some(blocks + 1);
     let mut lists = BlockLists::dense(problem, axes, [block_q, block_k], room(has_partial), room(has_full));
     let what = |[b, row, h]: [u32; 3], block: u32| match word(seed, [b, h, row, 200]) % 8 {
@@ -266,8 +266,8 @@ fn draw_lists(
             blocks
         };
         let counts = numbers(counted, list.counts, |[b, row, h, _]| listed([b, row, h]).len() as i32);
-        // A list is drawn once, for its first index, and not for each of up to 300: that was nine tenths of the time in
-        // which the battery's cases are made, by every program that runs one.
+        // A list is drawn once, for its first index, instead of for each of up to 300: that took nine tenths of the
+        // time of making the battery's cases, in every program that runs one.
         let mut of_row = Vec::new();
         let indices = numbers(shape, list.indices, |[b, row, h, at]| {
             if at == 0 {

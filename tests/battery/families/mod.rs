@@ -63,7 +63,7 @@ mod tests {
     use super::*;
     use crate::case::Body;
 
-    /// The error of a case's problem, if it has one.
+    /// The error of an invalid problem in a case, if there is one.
     pub(super) fn soundness(case: &Case) -> Result<(), fmha_core::ProblemError> {
         match &case.body {
             Body::Backward(backward) => backward.problem.clone().validate().map(|_| ()),

@@ -1,13 +1,12 @@
-//! Rows that hold every pair of levels of every two axes.
+//! Rows of levels that together contain every pair of levels of every two axes.
 
 use crate::init::mix;
 
 /// One level of each axis.
 pub(crate) type Levels = Vec<usize>;
 
-/// Few rows in which every two axes meet in every pair of their levels; greedy, after Cohen et al.,
-/// "The AETG System" (1997): of some random rows, each holding a pair that is still missing, the one
-/// with most missing pairs is taken.
+/// Few rows that contain every pair of levels of every two axes. The method is greedy, after Cohen et al., "The
+/// AETG System" (1997): among some random rows with a missing pair, the one with the most missing pairs is taken.
 pub(crate) fn pairwise(axes: &[usize], seed: u64) -> Vec<Levels> {
     let mut missing: Vec<[usize; 4]> = Vec::new();
     for a in 0..axes.len() {

@@ -6,8 +6,8 @@ use super::edges::{data, masked};
 use crate::case::Case;
 use crate::tensors::Lengths;
 
-/// First keys of a part: at the first of four keys, which one call of dropout's generator decides, and
-/// between them.
+/// First keys of a part: at the start of a group of four keys, which one call of dropout's generator decides, and
+/// inside one.
 const POSITIONS_K: [(u32, &str); 2] = [(132, "quad"), (133, "between_quads")];
 
 /// The other places among four keys, of one mask alone.
@@ -33,7 +33,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// The forward and the backward of a part whose keys begin at `position_k`.
+/// The forward and the backward case of a part whose keys begin at `position_k`.
 fn both_ways(
     dtype: DType,
     (position_k, place): (u32, &str),

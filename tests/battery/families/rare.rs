@@ -1,5 +1,5 @@
-//! Rows that kernels compute again, in every mode and beside every modifier: scores that overflow at the
-//! running maximum, rows that met a hidden NaN or infinity, blocks of which nothing is left.
+//! Rows that kernels recompute, in every mode and with every modifier: scores that overflow at the running maximum,
+//! rows reached by a hidden NaN or infinity, blocks without any weight.
 
 use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, MaskSpec, Strides, VLayout};
 
@@ -25,11 +25,11 @@ enum Cause {
     NanInV,
     InfinityInV,
     InfinitelyFar,
-    /// Data with which the weights of some rows sum beyond f32, and those of others do not.
+    /// Data for which the weighted sums of some rows overflow f32, and those of others do not.
     LargeInV,
 }
 
-/// Call that the value is planted in.
+/// Names of the calls into which the rare value is written.
 const VARIANTS: [&str; 20] = [
     "batch",
     "unmasked",
@@ -88,7 +88,7 @@ pub(crate) fn cases() -> Vec<Case> {
             cases.push(planted(name, problem, lengths, data, Plant::At(Operand::V, key, dtype.max_finite())));
         }
     }
-    // A query that sees one key alone has its V, be it the largest number of all.
+    // A query that sees only one key has that key's V, even if it is the largest number.
     for dtype in [DType::F32, DType::Bf16] {
         let name = format!("rare/large_in_v/{dtype}/lone_key");
         let problem = masked(dtype, dims(), "t");
@@ -96,7 +96,7 @@ pub(crate) fn cases() -> Vec<Case> {
         let data = data(&name);
         cases.push(planted(name, problem, Lengths::default(), data, plant));
     }
-    // A scale that is subnormal in f32, and a query whose scores it brings to some halves.
+    // A scale that is subnormal in f32, and a query whose scores become about 0.5 with it.
     for (mask, plain) in [("0", true), ("b", true), ("b", false)] {
         let mut problem = masked(DType::Bf16, dims(), mask);
         problem.score.softmax_scale = Some(1e-38);
@@ -127,7 +127,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Calls in which rows are seen whole, cut by a mask, packed, and by few queries on many keys.
+/// Modes: fully visible rows, rows cut by a mask, packed rows, and few queries over many keys.
 const MODES: [(&str, &str, (u32, u32)); 5] = [
     ("unmasked", "0", (70, 133)),
     ("causal", "b", (70, 133)),
@@ -148,12 +148,12 @@ fn in_mode(
     (group(dtype, dims, &sequences, mask), Lengths::packed(&sequences))
 }
 
-/// Rows whose every bias is one finite number at the end of f32, sinks and soft-caps of such numbers: times log2(e)
-/// none of them is an f32.
+/// Rows whose biases are all one finite number near f32's limits, and sinks and soft-caps of such numbers: times
+/// log2(e) each overflows f32.
 fn far_scores(cases: &mut Vec<Case>) {
     let most = f64::from(f32::MAX);
     let of_bf16 = DType::Bf16.max_finite();
-    // Bias, sink; the last two meet.
+    // Bias, sink, and last a case with both.
     let numbers = [
         ("bias_lowest", Some(-most), None),
         ("bias_lowest_of_bf16", Some(-of_bf16), None),
@@ -167,14 +167,14 @@ fn far_scores(cases: &mut Vec<Case>) {
     ];
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         for mode in MODES {
-            // Each number under one mask; in the other modes those that every way of computing a row again meets.
+            // Each number occurs under one mask; other modes have those that every way to recompute a row uses.
             let everywhere = ["bias_lowest", "bias_and_sink_lowest"];
             let whole = mode.0 == "causal";
             for (what, bias, sink) in numbers {
                 if !whole && (dtype == DType::F16 || !everywhere.contains(&what)) {
                     continue;
                 }
-                // A 16-bit bias is loaded by a path of its own; f16 has no such number.
+                // A 16-bit bias is loaded by another path; f16 cannot represent such a number.
                 for narrow in [false, true] {
                     if narrow && (dtype != DType::Bf16 || bias.is_none_or(|bias| bias.abs() > of_bf16)) {
                         continue;
@@ -193,7 +193,7 @@ fn far_scores(cases: &mut Vec<Case>) {
                     cases.push(planted(name, problem, lengths, data, Plant::FarRows { bias, sink }));
                 }
             }
-            // Beyond what scores are, a soft-cap leaves them alone; below, it makes all of them nothing.
+            // A soft-cap far above the scores leaves them unchanged; one far below makes them all tiny.
             for (cap, init) in [(f32::MAX, Init::Normal), (1e-40, Init::Integers)] {
                 if !whole && (dtype == DType::F16 || cap < 1.0) {
                     continue;
@@ -208,7 +208,7 @@ fn far_scores(cases: &mut Vec<Case>) {
     }
 }
 
-/// Weights of one size whose products with V sum beyond f32 before they are divided by their sum.
+/// Weights of similar size whose products with V overflow f32 before the division by their sum.
 fn large_values(cases: &mut Vec<Case>) {
     let most = |dtype: DType| dtype.max_finite();
     for (dtype, what, value) in [
@@ -223,7 +223,7 @@ fn large_values(cases: &mut Vec<Case>) {
                 if !with.is_empty() && mode.0 != "causal" {
                     continue;
                 }
-                // Dropout doubles the kept P, which only f32 can hold.
+                // Dropout doubles the kept P, and only f32 can represent the result.
                 if with == "/dropout" && what != "1e37" || with == "/f32_output" && dtype == DType::F32 {
                     continue;
                 }
@@ -247,7 +247,7 @@ fn dims() -> Dims {
     Dims {
         batch: 2,
         seqlen_q: 70,
-        // Column-major V of such lengths, packed ones too, has rows of whole 16 bytes: fast kernels take it.
+        // A column-major V with these lengths, also packed, has rows of whole 16 bytes, which fast kernels support.
         seqlen_k: 424,
         num_heads_q: 2,
         num_heads_kv: 1,
@@ -294,7 +294,7 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
     match variant {
         "ratio4" | "ratio4_few_rows" => dims.num_heads_q = 4,
         "ratio3_group" => (dims.num_heads_q, dims.num_heads_kv) = (6, 2),
-        // A head's rows are not packed with another's: its bias may come by TMA.
+        // Heads are not packed here, so the bias may be loaded by TMA.
         "narrow_bias" => dims.num_heads_kv = 2,
         _ => {}
     }

@@ -1,4 +1,4 @@
-//! A problem from one level of each axis: what the pairwise and the random cases are made of.
+//! A problem made from one level of each axis, for pairwise and random cases.
 
 use fmha_core::{
     Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Extents, FwdProblem, KvLayout, MaskSpec,
@@ -81,7 +81,7 @@ pub(crate) struct Recipe {
     pub(crate) data: Data,
 }
 
-/// Problem of the levels, as far as they go together.
+/// Problem with these levels, where incompatible levels are adjusted.
 pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
     let dtype = DTYPES[levels[0]];
     let (head_dim_qk, head_dim_v) = HEAD_DIMS[levels[4]];

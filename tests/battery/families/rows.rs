@@ -1,4 +1,4 @@
-//! Rows of one sequence in two calls: the same bits where a plan promises them.
+//! Rows of one sequence in two calls: bits are equal if the plan promises it.
 
 use crate::case::{Body, Case, Forward, Plant};
 use crate::law::{Law, LawKind};
@@ -8,7 +8,8 @@ use crate::tensors::Data;
 /// Cases, of [`PAIRS`] pairs each. `tests/row_invariant.rs` draws more.
 const CASES: u64 = 4;
 
-/// The seed of the training calls: three blocks of keys, a kv head's two query heads, one call packed, another place.
+/// Seed of the training calls: three blocks of keys, a kv head's two query heads, one packed call, different
+/// positions.
 const GRADIENTS: u64 = 3625;
 
 pub(crate) fn cases() -> Vec<Case> {

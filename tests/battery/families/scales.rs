@@ -1,4 +1,5 @@
-//! Scales by blocks: each format, over every way in which Q, K and V lie, and beside every option that goes with it.
+//! Scales by blocks: each format, with every layout of Q, K and V, and with every option that is compatible with
+//! it.
 
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{BlockFormat, DType, Descale, Dims, FwdProblem, Shape, Strides, VLayout};
@@ -99,7 +100,7 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             let (paged, lengths) = in_pages(paged, page_size, lengths, &named(&what));
             push(&what, paged.with_block_scales(format), lengths);
         }
-        // Rows of Q one sequence after another, over a cache.
+        // Packed rows of Q over a cache.
         let sequences = [(13, 41), (0, 5), (30, 17), (1, 0)];
         let dims = Dims { batch: 4, ..small(dtype, "b").dims };
         let mut packed = masked(dtype, dims, "b").q_layout(fmha_core::QLayout::Packed).seqused_k(true);
@@ -121,14 +122,14 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             push(&format!("{dtype}/apart"), apart.block_scales(scales), Lengths::default());
         }
     }
-    // Scales of blocks would make other numbers of a V that is one number throughout.
+    // A V of one constant number would become different numbers after quantisation by blocks.
     for init in Init::ALL.into_iter().filter(|&init| init != Init::ConstantV) {
         let name = named(&format!("numbers/{init}"));
         let data = Data { init, ..data(&name) };
         let problem = small(DType::Bf16, "b").with_block_scales(format);
         cases.push(Case::forward(name, problem, Lengths::default(), data));
     }
-    // A scale that is NaN reaches the outputs that its block is in, and no other.
+    // A NaN scale reaches exactly the outputs that depend on its block.
     for (what, operand, at) in [
         ("q", Operand::BlockScaleQ, [1, 3, 2, 1]),
         ("k", Operand::BlockScaleK, [0, 7, 1, 0]),

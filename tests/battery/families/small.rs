@@ -1,5 +1,5 @@
-//! Small outputs of forward: each row's and each head's greatest score, and each key's sum of probabilities, one of
-//! them or all, under every mask, modifier and layout. Those beside functions are of the family `code`.
+//! Small outputs of forward: each row's and each head's greatest score, and each key's sum of probabilities, singly
+//! or all together, with every mask, modifier and layout. The family `code` has them with functions.
 
 use fmha_core::{DType, Dims, FwdProblem};
 
@@ -15,7 +15,7 @@ const SEQUENCES: [(u32, u32); 5] = [(0, 9), (33, 70), (17, 0), (70, 65), (1, 130
 
 const WIDE: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
 
-/// Those that bits of `which` choose.
+/// The problem with those small outputs that the bits of `which` choose.
 fn wanting(problem: FwdProblem, which: u32) -> FwdProblem {
     problem.row_max(which & 1 != 0).head_max(which & 2 != 0).key_sum(which & 4 != 0)
 }
@@ -88,8 +88,8 @@ pub(crate) fn cases() -> Vec<Case> {
     for dtype in [DType::E4m3Fn, DType::E4m3Fnuz] {
         push(format!("small/fp8/{dtype}"), wanting(masked(dtype, dims(64), "b"), 7), Lengths::default());
     }
-    // A query's NaN reaches its row's maximum, its head's, and the keys that the row sees; a key's NaN the rows that
-    // see it.
+    // A query's NaN reaches its row's maximum, its head's maximum, and the sums of keys that the row sees; a key's
+    // NaN reaches the rows that see it.
     for (operand, what) in [(Operand::Q, "query"), (Operand::K, "key")] {
         let name = format!("small/nan/bf16/{what}");
         let mut case = Case::forward(

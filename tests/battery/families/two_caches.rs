@@ -1,6 +1,5 @@
-//! Two caches in one softmax: how each is seen, and where its keys lie.
-//!
-//! Rows that no query sees of either cache are NaN.
+//! Two caches in one softmax: which keys of each are visible, and their layouts. Rows that no query sees are NaN in
+//! both caches.
 
 use fmha_core::{
     Append, CacheRows, DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, ListLength,
@@ -32,7 +31,7 @@ enum Seen {
     Whole,
     /// Compressed keys of this ratio: key j of row i iff j < floor((i + 1) / ratio).
     Compressed(u32),
-    /// A list of so many entries, in a style.
+    /// Lists with this many entries, in one of several styles.
     List(u32, &'static str),
 }
 
@@ -80,7 +79,7 @@ fn ends(at: u32, rows: u32, ratio: u32) -> i32 {
     if at < rows { 0 } else { ((at - rows + 1) / ratio).cast_signed() }
 }
 
-/// Puts a second cache of `seqlen_k` keys beside the first.
+/// Adds a second cache of `seqlen_k` keys.
 fn with_second(
     mut problem: FwdProblem,
     mut lengths: Lengths,
@@ -117,7 +116,7 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
 
 const STRIDED: KvLayout = KvLayout::Strided;
 
-/// Each way of seeing the first beside each of the second; lists that name nothing, caches without keys.
+/// Each way to select keys of the first cache with each for the second; also empty lists, and caches without keys.
 fn ways(cases: &mut Vec<Case>, dtype: DType) {
     let name = |what: &str| format!("lists/two/{dtype}/{what}");
     for (word, seen) in [
@@ -154,7 +153,7 @@ fn ways(cases: &mut Vec<Case>, dtype: DType) {
             with_second(problem, Lengths::default(), at, Lengths::default(), Seen::Whole, data(&name).seed);
         push(cases, name, problem, lengths);
     }
-    // The first by intervals, two of them a row.
+    // The first cache by intervals, two for each row.
     let intervals = name("intervals/list");
     let mut problem = masked(dtype, dims(5, 70, (4, 2), 48), "0");
     let of_first = Intervals::batch(&problem, MaskAxes { per_batch: false, heads: 2 }, 4);
@@ -289,7 +288,7 @@ fn parts(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// Latent rows, V in K's: a window with chosen compressed keys, with all of them, and pages by addresses.
+/// Latent rows, V in K: a window with chosen compressed keys, with all compressed keys, and pages by addresses.
 fn latent(cases: &mut Vec<Case>, dtype: DType) {
     let in_k = |mut problem: FwdProblem| {
         (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);

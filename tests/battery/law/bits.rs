@@ -1,4 +1,4 @@
-//! Laws of bits: the same in every run, and for a sequence alone as beside others.
+//! Laws of equal bits: in every run, and for a sequence alone and next to others.
 
 use fmha_core::{Device, FwdProblem, QLayout, Result, SeqSpan};
 
@@ -40,7 +40,7 @@ pub(super) fn run(backend: &Device, options: &Options, law: &Law) -> Result<Verd
     for span in &together.spans {
         let mut alone = alone(&together, span, law)?;
         let plan_alone = run_plan(backend, &plan_options, &mut alone)?;
-        // Another tile gives other bits, unless the plan promises otherwise.
+        // Another tile may give other bits, unless the plan promises otherwise.
         if !batch_invariant && !same_tile(&plan, &plan_alone) {
             verdict.note = Some("within the bound: another kernel or tile alone");
             continue;
@@ -50,7 +50,7 @@ pub(super) fn run(backend: &Device, options: &Options, law: &Law) -> Result<Verd
     Ok(verdict)
 }
 
-/// Runs the backward of a law's call, and again so many times.
+/// Runs the backward of a law's call, and then this many times more.
 pub(super) fn keys_of_gradients(
     backend: &Device,
     options: &Options,
@@ -84,7 +84,7 @@ pub(super) fn keys_of_gradients(
     Ok(verdict)
 }
 
-/// A call with the inputs of `together`, before it has run.
+/// A new call with the inputs of `together`, not yet run.
 fn again(together: &HostFwd, law: &Law) -> Result<HostFwd> {
     let Forward { problem, lengths, data, .. } = &law.forward;
     let mut again = HostFwd::unfilled(problem.clone(), lengths, *data)?;

@@ -5,7 +5,7 @@ use crate::kernels::HOPPER_ARCH;
 
 /// A page of evidence.
 pub(crate) struct Page {
-    /// Name of the page and its reasons in `tests/evidence`.
+    /// Name of the page, and of its reasons in `tests/evidence`.
     pub(crate) name: &'static str,
     /// Name of the kernel in plans.
     pub(crate) kernel: &'static str,
@@ -13,8 +13,8 @@ pub(crate) struct Page {
     /// Arguments of `fmha run` for every problem.
     pub(crate) operation: &'static [&'static str],
     pub(crate) broken: &'static [Broken],
-    /// Problems for `cargo xtask coverage`, which neither its battery nor the broken kernels run: fields that no table
-    /// chooses, values that lie hidden.
+    /// Additional problems for `cargo xtask coverage` that neither the battery nor the broken kernels run: fields
+    /// that no table chooses, hidden values.
     pub(crate) also_covered: &'static [&'static str],
 }
 
@@ -22,7 +22,7 @@ pub(crate) struct Page {
 /// block, both in turn.
 pub(crate) struct Broken {
     pub(crate) title: &'static str,
-    /// The file that has the kernel's entry: of a call's launches those with code of it are taken.
+    /// The file with the kernel's entry: of a call's launches, those with code from it are broken.
     pub(crate) entry: &'static str,
     /// The fewest multiprocessors, so that a CTA walks several tiles.
     pub(crate) multiprocessors: u32,
@@ -215,7 +215,8 @@ const HOPPER: &[Broken] = &[
         problems: &[
             "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile copy_bytes=8",
             "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile copy_bytes=8",
-            // A warp's lanes arrive together: an arrival less tells after as many phases as it has lanes.
+            // A warp's lanes arrive together, so one arrival too few shows only after as many phases as a warp has
+            // lanes.
             "-b 1 --heads 72 -s 100 -d 64 --prec bf16 --mask t --tile copy_bytes=8",
         ],
         ..HOPPER_FORWARD
@@ -470,7 +471,7 @@ const BLACKWELL: &[Broken] = &[
     },
 ];
 
-/// Without an order two blocks of keys at most add to a query, whose sum is the same either way round.
+/// Without ordered sums at most two blocks of keys add to a query, whose sum then does not depend on the order.
 const BLACKWELL_BACKWARD: &[Broken] = &[
     Broken {
         title: "full, D 128",

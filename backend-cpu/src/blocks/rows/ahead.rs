@@ -12,7 +12,7 @@ const RUN_LINES: usize = 4;
 /// Bytes of a tile's keys that are prefetched before those of another tile.
 const PIECE_BYTES: usize = 512;
 
-/// Bytes within which the processor goes ahead by itself.
+/// Size of the aligned range within which the processor's own prefetcher works.
 const PAGE_BYTES: usize = 4 << 10;
 
 /// Bytes of a tile that [`Ahead::lines`] prefetches before those of another tile: two lines.
@@ -21,12 +21,12 @@ const TURN_BYTES: usize = 2 * LINE_BYTES;
 /// Pieces of K and V of a block of keys of [`KEY_BYTES`].
 const MOST_PIECES: usize = 2 * BLOCK_KEYS * KEY_BYTES / PIECE_BYTES;
 
-/// A block of K and of V in the order in which tiles need their prefetch: half a kilobyte of each tile of
-/// either in rotation. A prefetch holds one of a core's sixteen fill buffers until memory answers, and
-/// prefetches alone are slower than plain reads. The processor's own prefetches, which run ahead within 4 KiB
-/// after a few lines, use other buffers. So eight pages of 4 KiB are started early and continued in rotation.
-/// In pages of 16 tokens of a head, one thread reaches 0.73 of the speed of plain reads instead of 0.50, and
-/// on 64/8 heads 0.89 instead of 0.82.
+/// The rows of a block of K and of V in the order of their prefetch: half a kilobyte of each tile of K and of V in
+/// rotation. A prefetch holds one of a core's sixteen fill buffers until memory answers, and prefetches alone are
+/// slower than plain reads. The processor's own prefetches, which run ahead within 4 KiB after a few lines, use
+/// other buffers. So eight pages of 4 KiB are started early and continued in rotation. In pages of 16 tokens of a
+/// head, one thread reaches 0.73 of the speed of plain reads instead of 0.50, and on 64/8 heads 0.89 instead of
+/// 0.82.
 pub(crate) struct Pieces {
     at: [*const u8; MOST_PIECES],
     count: usize,
@@ -38,7 +38,7 @@ impl Pieces {
         Self { at: [std::ptr::null(); MOST_PIECES], count: 0, bytes: 0 }
     }
 
-    /// Pieces of K's rows and V's, which have `row_bytes` bytes.
+    /// Makes pieces of the rows of K and V, which have `row_bytes` bytes.
     pub(crate) fn of(
         &mut self,
         [keys, values]: [&[*const u8]; 2],
@@ -65,8 +65,8 @@ impl Pieces {
         (&self.at[..self.count], self.bytes)
     }
 
-    /// Prefetches a piece of each tile of a whole block, without a branch per row: the L2 cache gives 22.9
-    /// GB/s instead of 21.2 (8/1 heads).
+    /// Adds a piece of each tile of a whole block, without a branch per row, which raises the speed from the L2
+    /// cache from 21.2 to 22.9 GB/s (8/1 heads).
     #[inline(always)]
     fn turn<const TOGETHER: usize>(&mut self, of: [&[*const u8; BLOCK_KEYS]; 2], first: usize, start: usize) {
         for rows in of {
@@ -92,29 +92,30 @@ impl Pieces {
     }
 }
 
-/// Rows to prefetch into the L2 cache, spread evenly over the passes that the queries make over each row.
-/// With all prefetches in the first of two passes (eight queries a key) the loads do not overlap: 7.1 GB/s of
-/// 13 instead of 8.8.
+/// Rows to prefetch into the L2 cache, spread evenly over the passes that the queries make over each row. With all
+/// prefetches in the first of two passes (eight queries per key) loads do not overlap: 7.1 GB/s instead of 8.8,
+/// where memory gives 13.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead<'a> {
     /// Rows that come first and rows after them, each with the bytes of a row.
     rows: [(&'a [*const u8], usize); 2],
-    /// Next address of the row that is being prefetched, and the bytes of it that are left.
+    /// Next address to prefetch in the present row, and the bytes left in that row.
     at: *const u8,
     left: usize,
-    /// Lines that are prefetched together, and the bytes that are passed between two prefetches.
+    /// Lines that are prefetched together, and the bytes processed between two prefetches.
     run: usize,
     every: usize,
     passes: usize,
-    /// Bytes that were passed and have no prefetch yet.
+    /// Bytes that were processed and for which no prefetch was issued yet.
     owed: usize,
-    /// K and V of a whole block, if [`lines`](Self::lines) alone prefetches, and how often it did.
+    /// K and V of a whole block, if [`lines`](Self::lines) issues all prefetches, and the number of its calls so
+    /// far.
     turns: Option<[&'a [*const u8; BLOCK_KEYS]; 2]>,
     calls: usize,
 }
 
 impl<'a> Ahead<'a> {
-    /// `passes`: how often each row is passed over.
+    /// `passes`: number of passes over each row.
     pub(crate) fn new(rows: [(&'a [*const u8], usize); 2], passes: usize) -> Self {
         let at = std::ptr::null();
         let mut ahead =
@@ -123,9 +124,9 @@ impl<'a> Ahead<'a> {
         ahead
     }
 
-    /// K and V of a whole block for [`lines`](Self::lines), two lines of each tile in rotation. Tiles of less
-    /// than 4 KiB that follow one another count as one. `None` for rows whose bytes are no power of two, or
-    /// too few for one rotation.
+    /// Prefetches K and V of a whole block by [`lines`](Self::lines), two lines of each tile in rotation.
+    /// Contiguous tiles of less than 4 KiB count as one tile. `None` if a row's bytes are no power of two, or too
+    /// few for one rotation.
     pub(crate) fn by_turns([keys, values]: [&'a [*const u8]; 2], row_bytes: usize) -> Option<Self> {
         if !(row_bytes.is_power_of_two() && row_bytes >= LINE_BYTES) {
             return None;
@@ -145,7 +146,7 @@ impl<'a> Ahead<'a> {
         Some(Self { turns: Some(turns), every: row_bytes, run, ..Self::new([(&[], 0); 2], 1) })
     }
 
-    /// Bytes that have no prefetch yet.
+    /// Number of bytes for which no prefetch has been issued yet.
     pub(crate) fn bytes(&self) -> usize {
         self.left + self.rows.iter().map(|(rows, bytes)| rows.len() * bytes).sum::<usize>()
     }
@@ -155,7 +156,7 @@ impl<'a> Ahead<'a> {
         self.every = self.run * LINE_BYTES * self.passes;
     }
 
-    /// Prefetches `bytes`, as many as one pass has read.
+    /// Prefetches `bytes`, the number of bytes that one pass has read.
     #[inline(always)]
     pub(crate) fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
         self.owed += bytes;
@@ -164,7 +165,7 @@ impl<'a> Ahead<'a> {
             if self.left == 0 && !self.begin_row() {
                 return;
             }
-            // A prefetch beyond the end of a row is harmless, and as good as none.
+            // A prefetch beyond the end of a row does no harm, but has no use.
             if self.run == RUN_LINES {
                 for line in 0..RUN_LINES {
                     s.prefetch(self.at.wrapping_add(line * LINE_BYTES));
@@ -179,9 +180,9 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// Prefetches one line. Beside arithmetic that takes 5.9 ns it costs 0.4 ns; eight at once beside eight
-    /// times that arithmetic cost 21 ns: they wait for fill buffers, and so do the loads meanwhile (a loop in
-    /// C, docs/kernels/cpu.md).
+    /// Prefetches one line. Besides arithmetic of 5.9 ns it costs 0.4 ns; eight prefetches at once, besides eight
+    /// times that arithmetic, cost 21 ns, because they and the loads wait for fill buffers (a loop in C,
+    /// docs/kernels/cpu.md).
     #[inline(always)]
     pub(crate) fn ask_for_line<S: Simd>(&mut self, s: S) {
         if self.left == 0 {
@@ -196,13 +197,13 @@ impl<'a> Ahead<'a> {
         (self.at, self.left) = (self.at.wrapping_add(LINE_BYTES), self.left.saturating_sub(LINE_BYTES));
     }
 
-    /// Next lines, as many as a tile has rows, for a caller that prefetches one beside each row. After the
-    /// last line it is returned again, which costs nothing.
+    /// The next lines to prefetch, as many as a tile has rows, for a caller that prefetches one for each row. After
+    /// the end the last line is returned again, which costs nothing.
     #[inline(always)]
     pub(super) fn lines(&mut self) -> [*const u8; TILE_KEYS] {
         let Some(tensors) = self.turns else { return self.lines_one_by_one() };
         let mut lines = [self.at; TILE_KEYS];
-        // Bytes of each tile that have a prefetch already.
+        // Bytes of each tile that were already prefetched.
         let done = self.calls * TURN_BYTES;
         if done >= TILE_KEYS * self.every {
             return lines;
@@ -246,7 +247,7 @@ impl<'a> Ahead<'a> {
         lines
     }
 
-    /// Moves to the next row that is to be prefetched; false: there is none.
+    /// Moves to the next row to prefetch; false if there is none.
     #[inline(always)]
     fn begin_row(&mut self) -> bool {
         if self.rows[0].0.is_empty() {
@@ -280,7 +281,7 @@ mod tests {
             });
             left.collect()
         };
-        // Rows of 512 bytes by four lines, of 100 by two.
+        // Rows of 512 bytes are prefetched by four lines, rows of 100 by two.
         assert_eq!(left_after(1, &[255, 1, 512, 768, 127, 129, 500]), [1736, 1480, 968, 200, 200, 100, 0]);
         assert_eq!(left_after(2, &[511, 1, 512, 2048, 256, 9999]), [1736, 1480, 1224, 200, 200, 0]);
         let mut nothing = Ahead::new([(&[], 0); 2], 1);
@@ -292,7 +293,7 @@ mod tests {
     fn a_line_at_a_time_is_asked_for_in_the_same_order_and_then_no_more() {
         let byte = 0u8;
         let (rows, next) = ([&raw const byte; 2], [&raw const byte; 1]);
-        // Rows of two lines, and one of a line and a part.
+        // Rows of two lines, and one row of a line and a fraction.
         let mut ahead = Ahead::new([(&rows, 128), (&next, 100)], 1);
         let left = [(); 8].map(|()| {
             ahead.ask_for_line(Portable);
@@ -323,10 +324,11 @@ mod tests {
         let (order, bytes) = pieces.of([&keys[..1], &values[..1]], 1280);
         let order: Vec<usize> = order.iter().map(|&at| at as usize).collect();
         assert_eq!((order, bytes), (vec![0, v, 512, v + 512, 1024, v + 1024], 512));
-        // Rows of more bytes than a block takes: not more than there is room for.
+        // Rows with more bytes than a block: the list stops at its capacity.
         assert_eq!(pieces.of([&[at(0); 64], &[at(0); 64]], KEY_BYTES + 1).0.len(), MOST_PIECES);
     }
-    /// Every line of a block once, whose tiles lie apart, or follow one another by twos or all.
+    /// Lines for prefetch are every line of a block exactly once, for tiles that lie apart, follow one another in
+    /// pairs, or are all contiguous.
     #[test]
     fn lines_beside_rows_are_those_of_every_tile_in_turn() {
         let at = |n: usize| n as *const u8;
@@ -356,8 +358,7 @@ mod tests {
             assert_eq!(sorted, all, "rows of {row_bytes}, tiles {step} apart");
             assert_eq!(ahead.lines(), [asked[asked.len() - 1]; TILE_KEYS]);
         }
-        // Rows of other lengths, some with half lines or with half a rotation in tiles that lie apart; a
-        // block that is not whole.
+        // Other row lengths, some with half lines or half a rotation in separate tiles, and an incomplete block.
         for (row_bytes, step) in [(96, 2048), (64, 2048), (32, 512)] {
             let keys = in_tiles(row_bytes, step);
             assert!(Ahead::by_turns([&keys, &keys], row_bytes).is_none());

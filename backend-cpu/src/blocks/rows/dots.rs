@@ -12,7 +12,7 @@ pub(crate) struct Dots<'a> {
     /// Rows of whole units (for codes, of pairs of units), `stride` f32 apart, with zeros beyond the head
     /// dimension.
     pub(crate) queries: *const f32,
-    /// Theirs: as bf16 where products are of pairs.
+    /// Order of the queries' elements, for bf16 products of pairs or others.
     pub(crate) order: Order,
     pub(crate) stride: usize,
     /// Live queries of each head.
@@ -23,7 +23,7 @@ pub(crate) struct Dots<'a> {
     pub(crate) scores: *mut f32,
 }
 
-/// Queries of a head, one after another, and the keys of a window.
+/// Queries of a head, contiguous, and the keys of a window.
 #[derive(Clone, Copy)]
 struct Group {
     /// The first query's.
@@ -40,7 +40,8 @@ impl<S: Simd> Op<S> for Dots<'_> {
     }
 }
 
-/// Elements converted to f32: the same code for every set that extends a plain one, compiled for that one alone.
+/// Products on elements converted to f32. Instruction sets that extend a plain one use the plain one's code, which
+/// is compiled once.
 struct AsF32<'a, 'b, E>(&'b Dots<'a>, E);
 
 impl<S: Simd, E: Elem> Op<S> for AsF32<'_, '_, E> {
@@ -133,8 +134,8 @@ impl Dots<'_> {
                     add_unit::<S, E, Q, MET>(s, elem, &codes, &mut sums, keys, queries);
                 }
                 for (q, [a, b, c, d]) in sums_of::<S, Q>(s, &sums).into_iter().enumerate() {
-                    // Scores beyond `count` are written too: a block of scores has room for them, and they
-                    // are hidden next.
+                    // Scores beyond `count` are written too: a block of scores has room for them, and they are
+                    // hidden afterwards.
                     let dots = [a * factor, b * factor, c * factor, d * factor];
                     scores.add(q * BLOCK_KEYS + first).cast::<[f32; FOUR]>().write_unaligned(dots);
                 }
@@ -157,10 +158,10 @@ fn sums_of<S: Simd, const Q: usize>(s: S, sums: &[[S::V; FOUR]; Q]) -> [[f32; FO
     of
 }
 
-/// Adds the products of one unit, of codes of two.
+/// Adds the products of one unit; for FP8 codes, of two units.
 ///
 /// # Safety
-/// It is readable at each of `keys`, and of each of Q queries, which lie `stride` apart.
+/// The unit is readable at each of `keys`, and in each of Q queries, which lie `stride` apart.
 #[inline(always)]
 unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const MET: u8>(
     s: S,
@@ -170,7 +171,7 @@ unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const MET: u8>(
     keys: [*const u8; FOUR],
     (queries, stride): (*const f32, usize),
 ) {
-    // SAFETY: promised by the caller: it is readable at each of `keys`, and of each of Q queries, which lie
+    // SAFETY: promised by the caller: the unit is readable at each of `keys`, and in each of Q queries, which lie
     // `stride` apart.
     unsafe {
         for (n, key) in keys.into_iter().enumerate() {

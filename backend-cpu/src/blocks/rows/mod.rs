@@ -32,7 +32,7 @@ pub(crate) const fn unit<S: Simd>() -> usize {
     2 * S::LANES
 }
 
-/// Order in which a row's elements lie for the arithmetic of a unit.
+/// Order of a row's elements within a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
     /// f32 in their own order.
@@ -65,7 +65,7 @@ impl Order {
     }
 }
 
-/// A block of K or V: some keys of some heads, where they lie.
+/// A block of K or V: some keys of some heads, with the addresses of their rows.
 #[derive(Clone, Copy)]
 pub(crate) struct Block<'a> {
     /// Each key's row of the first head.
@@ -98,7 +98,7 @@ const KEY_BYTES: usize = 4 << 10;
 /// Distance of the prefetch, in bytes.
 const AHEAD_BYTES: usize = 32 << 10;
 
-/// Keys whose sums are taken together.
+/// Number of keys whose dot products are reduced together.
 const FOUR: usize = 4;
 
 /// Number of heads of `row_bytes` in a block.
@@ -106,7 +106,7 @@ pub(crate) fn heads_of_block(row_bytes: usize) -> usize {
     (KEY_BYTES / row_bytes).max(1)
 }
 
-/// Form in which a product reads the elements of a block.
+/// Ways in which a product reads the elements of a block.
 mod met {
     /// Converted to f32.
     pub(super) const AS_F32: u8 = 0;
@@ -122,24 +122,24 @@ mod met {
         matches!(met, CODES_IN_PAIRS | CODES_AS_F32)
     }
 
-    /// Whether elements of this kind are multiplied as f32.
+    /// Whether elements read in this way are multiplied as f32.
     pub(super) const fn are_f32(met: u8) -> bool {
         matches!(met, AS_F32 | CODES_AS_F32)
     }
 }
 
 impl<'a> Block<'a> {
-    /// Calls `work(head, first key, one past the last, rows ahead)` for windows of keys. `work` must prefetch
-    /// as many bytes of the rows ahead as it has used, a little at a time.
+    /// Calls `work(head, first key, one past the last, rows ahead)` for windows of keys. `work` must prefetch as
+    /// many bytes of the rows ahead as it has read, a little at a time.
     ///
-    /// A head needs rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and a
-    /// hardware prefetcher does not follow four such streams in a page. So rows are prefetched in the order
-    /// of their addresses. Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, by processor
-    /// time, as a share of the speed of plain reads: no prefetch 0.4 to 0.5; 16 KiB ahead with windows of 8
-    /// KiB, read once before use 0.68, not read 0.74; windows of 32 KiB and 32 KiB ahead, prefetched by 2 KiB
-    /// at once 0.73, by four keys of a head 0.80; 8 KiB ahead 0.71; into the L1 cache 0.54. With four query
-    /// heads per kv head, windows of 8 KiB and 32 KiB give 0.97 and 0.90 for K, and 0.99 and 0.86 for V from
-    /// memory, but 34 and 45 GB/s for V from the L2 cache.
+    /// A head's rows do not lie next to each other: sixteen tokens of eight heads are 4 KiB apart for one head, and
+    /// a hardware prefetcher does not follow four such streams in a page. So rows are prefetched in the order of
+    /// their addresses. Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, by processor time, as a
+    /// share of the speed of plain reads: no prefetch 0.4 to 0.5; 16 KiB ahead with windows of 8 KiB, read once
+    /// before use 0.68, not read 0.74; windows of 32 KiB and 32 KiB ahead, prefetched by 2 KiB at once 0.73, by
+    /// four keys of a head 0.80; 8 KiB ahead 0.71; into the L1 cache 0.54. With four query heads per kv head,
+    /// windows of 8 KiB and 32 KiB give 0.97 and 0.90 for K, and 0.99 and 0.86 for V from memory, but 34 and 45
+    /// GB/s for V from the L2 cache.
     #[inline(always)]
     fn windows<S: Simd, E: Elem>(
         &self,
@@ -167,18 +167,18 @@ impl<'a> Block<'a> {
         row_bytes + (self.heads - 1) * self.head_step.max(0) as usize
     }
 
-    /// Number of keys that the block before prefetches.
+    /// Number of keys that are prefetched during the block before.
     fn keys_ahead(&self) -> usize {
         self.keys.len().min((AHEAD_BYTES / self.bytes_of_key()).max(FOUR))
     }
 
-    /// First bytes of the block, which the block before prefetches.
+    /// First bytes of the block, which are prefetched during the block before.
     pub(crate) fn ahead(&self) -> (&'a [*const u8], usize) {
         let count = if self.in_place { self.keys_ahead() } else { 0 };
         (&self.keys[..count], self.bytes_of_key())
     }
 
-    /// Rows that the block prefetches itself, over `passes` passes.
+    /// Rows that are prefetched during this block, over `passes` passes.
     fn rows_ahead(&self, passes: usize) -> Ahead<'a> {
         let rows = if self.in_place { &self.keys[self.keys_ahead()..] } else { &[] };
         Ahead::new([(rows, self.bytes_of_key()), self.next], passes)
@@ -196,8 +196,8 @@ impl<'a> Block<'a> {
     }
 }
 
-/// Number of `live`'s first rows that a kernel processes together: four if `most` allows and they are
-/// consecutive, otherwise two or one.
+/// How many of `live`'s first rows a kernel processes together: four if `most` allows and they are consecutive,
+/// otherwise two or one.
 #[inline(always)]
 fn taken_together(live: &[usize], most: usize) -> usize {
     let run = |count: usize| live.len() >= count && live[count - 1] == live[0] + count - 1;

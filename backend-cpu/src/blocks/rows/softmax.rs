@@ -22,8 +22,8 @@ impl RowSums {
         if self.row_max == f32::NEG_INFINITY { 0.0 } else { self.row_max }
     }
 
-    /// Raises the maximum to a block's. Returns the exponent: earlier sums must be multiplied by `e` to that
-    /// power. It is 0 if the maximum was as large already.
+    /// Raises the running maximum to a block's maximum. Returns an exponent x: earlier sums must be multiplied by
+    /// `e^x`; x is 0 if the maximum did not change.
     #[inline(always)]
     fn raise_to(&mut self, most: f32) -> f32 {
         let old = self.row_max;
@@ -32,7 +32,7 @@ impl RowSums {
     }
 }
 
-/// `e^x` of one number, to the bits that a vector of it has.
+/// `e^x` of one number, bit-equal to a vector's lane.
 #[inline(always)]
 pub(crate) fn exp_one<S: Simd>(s: S, x: f32) -> f32 {
     let mut lanes = [0.0f32; 16];
@@ -41,10 +41,10 @@ pub(crate) fn exp_one<S: Simd>(s: S, x: f32) -> f32 {
     lanes[0]
 }
 
-/// A query's block of scores to probabilities, in place, rounded to `round` when that is a 16-bit type, and
-/// its running state. What was summed before is to be multiplied by `alpha`.
+/// Converts a query's block of scores to probabilities, in place, rounded to `round` if that is a 16-bit type, and
+/// updates its running state. Earlier sums must then be multiplied by `alpha`.
 pub(crate) struct SoftmaxRow<'a> {
-    /// [`BLOCK_KEYS`], −inf where a key is hidden or there is none.
+    /// Scores of [`BLOCK_KEYS`] keys, −inf where a key is hidden or absent.
     pub(crate) scores: *mut f32,
     pub(crate) state: &'a mut RowSums,
     pub(crate) alpha: &'a mut f32,
@@ -64,19 +64,19 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
     }
 }
 
-/// Rows that are processed together: their factors fill one vector at least.
+/// Rows that are processed together: their factors fill at least one vector.
 const TOGETHER: usize = 16;
 
-/// [`SoftmaxRow`] for rows that see all of a block, in steps that interleave with other work. Its bits are
-/// equal, and no branch depends on whether a row has a new maximum.
+/// [`SoftmaxRow`] for rows that see all of a block, in steps that interleave with other work. Bits are equal to
+/// [`SoftmaxRow`]'s, and no branch depends on whether a row has a new maximum.
 pub(crate) struct SoftmaxRows<'a> {
     /// [`BLOCK_KEYS`] for each row.
     pub(crate) scores: *mut f32,
     pub(crate) sums: &'a mut [RowSums],
-    /// One for each row, of which there is room for a multiple of sixteen.
+    /// Factor of each row's earlier sums, with room for a multiple of sixteen rows.
     pub(crate) alpha: *mut f32,
     pub(crate) round: DType,
-    /// Number of steps, the work due for each row, and the number of steps done.
+    /// Number of steps, the number of work items due for each row, and the number of steps done.
     steps: usize,
     due: usize,
     done: usize,
@@ -106,7 +106,7 @@ impl<'a> SoftmaxRows<'a> {
         }
     }
 
-    /// Processes the rows that are due after one of the product's steps.
+    /// Processes the rows that are due after each of the product's steps.
     #[inline(always)]
     pub(super) fn go_on<S: Simd>(&mut self, s: S) {
         self.due += self.sums.len();
@@ -151,11 +151,11 @@ unsafe fn largest_of_block<S: Simd>(s: S, scores: *const f32) -> f32 {
     s.largest(most)
 }
 
-/// `e^(score - base)` in the place of scores, rounded to `round` when that is a 16-bit type; the sum of what
-/// they were before that.
+/// Replaces scores by `e^(score - base)`, rounded to `round` if that is a 16-bit type; returns the sum before
+/// rounding.
 ///
 /// # Safety
-/// [`BLOCK_KEYS`] f32 are there at `scores`.
+/// `scores` points to [`BLOCK_KEYS`] f32.
 #[inline(always)]
 unsafe fn exponentials<S: Simd>(s: S, scores: *mut f32, base: f32, round: DType) -> f32 {
     let mut sum = s.splat(0.0);
@@ -203,8 +203,8 @@ mod tests {
         assert!(softmax(DType::F16) == (in_f16, state));
         assert!(softmax(DType::Bf16) == (in_bf16, state));
     }
-    /// Twenty rows in seven steps and what is left; the second block has new maxima for some, and a row has
-    /// seen nothing.
+    /// Rows processed step by step have bits equal to each alone: twenty rows in seven steps and a rest. The second
+    /// block has new maxima for some rows, and one row has no visible keys.
     #[test]
     fn rows_step_by_step_have_the_bits_of_each_alone() {
         const ROWS: usize = 20;

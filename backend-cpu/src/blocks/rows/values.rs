@@ -9,23 +9,24 @@ use crate::tensor::{Elem, of_type};
 /// `out[query] = alpha[query] out[query] + sum_key P[query][key] V[key]`, for a block.
 pub(crate) struct AddValues<'a> {
     pub(crate) values: Block<'a>,
-    /// [`BLOCK_KEYS`] for each query. Those of bf16 are packed in place.
+    /// Weights of [`BLOCK_KEYS`] keys for each query. Those for bf16 products are packed in place.
     pub(crate) weights: *mut f32,
     /// Factors of the running sums, one for each query.
     pub(crate) alpha: *const f32,
     /// Queries of each head that see every key of the block.
     pub(crate) whole: &'a [usize],
-    /// Queries that see some, and which: a bit for each key. What the others' V holds does not matter.
+    /// Queries that see some of the block's keys, with a bit for each key. V of keys that a query does not see must
+    /// not affect it.
     pub(crate) partial: &'a [(usize, u64)],
     /// Rows of whole units, `stride` apart.
     pub(crate) out: *mut f32,
-    /// Theirs: in fours where products are of pairs.
+    /// Order of O's sums: in fours for products of pairs.
     pub(crate) order: Order,
     pub(crate) stride: usize,
 }
 
-/// Number of queries that are processed together: with two units of codes, sixteen registers hold the sums of
-/// two.
+/// Most queries that are processed together: with two units of codes, sixteen registers hold the sums of two
+/// queries.
 const fn most_queries<S: Simd>(met: u8) -> usize {
     if met::are_codes(met) && S::TILE_ROWS <= 6 { 2 } else { 4 }
 }
@@ -64,8 +65,8 @@ impl AddValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
         let codes = E::BYTES == 1 && !self.values.codes.is_empty();
-        // Sums are in fours on no other set, and codes are met there in pairs alone: what a set never meets
-        // is not compiled.
+        // Sums in fours exist only for this set, and codes are read there in pairs only; other combinations are not
+        // compiled.
         let pairs = S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.order == Order::Fours;
         debug_assert!(pairs || !(S::DOTS_OUTRUN_FMAS && codes), "codes are bf16, whose sums are in fours");
         if pairs {
@@ -87,8 +88,8 @@ impl AddValues<'_> {
         }
     }
 
-    // Builds without optimisation do not force inlining: one function with all types and ways took 2.7 MB of
-    // stack with AMX, where a thread has 2 MB, and a decode ended the program.
+    // Builds without optimisation do not force inlining: with it, one function for all types took 2.7 MB of stack
+    // with AMX, more than a thread's 2 MB, and a decode crashed.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.values.windows(
@@ -125,7 +126,7 @@ impl AddValues<'_> {
         of: Group,
         ahead: &mut Ahead<'_>,
     ) {
-        // Eight vectors of sums, or sixteen where there are thirty-two registers.
+        // Eight vectors of sums, or sixteen if there are thirty-two registers.
         let most = if S::TILE_ROWS > 6 { 8 / Q } else { 4 / Q };
         let (mut col, dim) = (0, self.values.dim);
         while most >= 4 && col + 4 * unit::<S>() <= dim {
@@ -152,7 +153,7 @@ impl AddValues<'_> {
         }
     }
 
-    /// `UNITS` units of columns from `col` on; `REST`: what is left of the last one.
+    /// `UNITS` units of columns from `col` on; `REST` is the width of an incomplete last unit.
     #[inline(always)]
     fn columns<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const MET: u8, const REST: bool>(
         &self,
@@ -230,7 +231,7 @@ impl AddValues<'_> {
     }
 }
 
-/// A query's weights rounded to bf16, in the place of the first half of them.
+/// Packs a query's weights, rounded to bf16, into the first half of their own memory.
 #[inline(always)]
 fn pack_weights<S: Simd>(s: S, weights: *mut f32, row: usize) {
     let weights = weights.wrapping_add(row * BLOCK_KEYS);
@@ -243,11 +244,11 @@ fn pack_weights<S: Simd>(s: S, weights: *mut f32, row: usize) {
     }
 }
 
-/// Units of bf16, or of codes of 0, in the place of a key that is not to be met.
+/// Zeros that replace a key whose V must not be read, for units of bf16 or of codes.
 static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
 
-/// Adds the products of two keys of bf16, or of codes of them: one multiplication for two, where rows are paired
-/// element by element.
+/// Adds the products of two keys of bf16, or of codes: their rows are paired element by element, so one instruction
+/// multiplies both.
 ///
 /// # Safety
 /// `UNITS` units are readable at both of `from`, weights of Q queries at `weights`.

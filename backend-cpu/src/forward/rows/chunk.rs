@@ -25,21 +25,21 @@ pub(super) struct Rows<'a> {
     pub(super) heads: Vec<HeadScore>,
     k: Cached<'a>,
     v: Cached<'a>,
-    /// Tables that widen K and V and the factor of the product of Q and K after widening, each for every kv
-    /// head.
+    /// Conversion tables of K, followed by those of V and by the factor of the product of Q and converted K, each
+    /// for every kv head.
     widen_k: Vec<BytePlanes>,
     widen_v: Vec<BytePlanes>,
     factors: Vec<f32>,
-    /// Query, and query head within the group, of each row of a kv head.
+    /// Query index, and query head within the group, of each row of a kv head.
     pub(super) of: Vec<(u32, usize)>,
-    /// Whether a weight is the exponential of a scaled product and nothing else.
+    /// Whether a weight is just the exponential of a scaled product.
     is_plain: bool,
     /// Visibility in blocks where every row sees every key.
     pub(super) all: Seen,
     pub(super) tree: Option<TreeMask<'a>>,
 }
 
-/// Codes that are widened together.
+/// Number of FP8 codes that are converted together.
 const CODES: usize = 64;
 
 impl<'a> Shared<'a> {
@@ -79,7 +79,7 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Some chunks of keys, and `done` after each.
+    /// Processes some chunks of keys, and calls `done` after each.
     pub(super) fn attend_chunks<S: Simd>(
         &self,
         s: S,
@@ -90,7 +90,7 @@ impl<'a> Shared<'a> {
         mut done: impl FnMut(u32, &mut Scratch, &mut [State]),
     ) {
         let last = rows.span.seqlen_k.min(chunks.1.saturating_mul(CHUNK_KEYS));
-        // A block and the two after it, in rotation.
+        // The block, and the two blocks after it, in rotation.
         let mut located = [Located::NOWHERE; 3];
         for (located, n) in located.iter_mut().zip(0..) {
             rows.locate((chunks.0 * CHUNK_KEYS).saturating_add(n * BLOCK_KEYS as u32), located);
@@ -189,10 +189,10 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Order in which tiles prefetch the next block. Sixteen threads, whose memory answers later, reach 84
-    /// GB/s with K and then V, and 66 with K alone (64/8 heads 76 and 69, 16/1 69 and 60, pages of 16 83 and
-    /// 66). Another machine of this kind reaches 75 with K and then V, and 86 in pieces (64/8 64 and 72, 16/1
-    /// 64 and 62, pages of 16 81 and 79).
+    /// Order in which tiles prefetch the next block. Sixteen threads, for which memory has a longer latency, reach
+    /// 84 GB/s with K and then V, and 66 with K alone (64/8 heads 76 and 69, 16/1 69 and 60, pages of 16 83 and
+    /// 66). Another machine of this kind reaches 75 with K and then V, and 86 in pieces (64/8 64 and 72, 16/1 64
+    /// and 62, pages of 16 81 and 79).
     fn asked_order<S: Simd>(&self, beside_many: bool, keys: &Block<'_>, values: &Block<'_>) -> AskedOrder {
         if !self.in_tiles::<S>() {
             AskedOrder::Nothing
@@ -231,8 +231,8 @@ impl<'a> Shared<'a> {
         [block(&rows.k, &rows.widen_k, &located.keys), block(&rows.v, &rows.widen_v, &located.values)]
     }
 
-    /// Computes S of a block for every head of the task. If S is computed in tiles, the softmax of the block
-    /// before runs beside it.
+    /// Computes S of a block for every head of the task. If tiles compute S, the softmax of the block before runs
+    /// at the same time.
     fn multiply_keys<'p, S: Simd>(
         &self,
         s: S,
@@ -255,8 +255,8 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Type that weights are rounded to when they are stored. Packing rounds those that are packed to bf16
-    /// afterwards.
+    /// Type to which weights are rounded when they are stored. Weights that are packed as bf16 are rounded by the
+    /// packing instead.
     fn round_weights<S: Simd>(&self, sees_all: bool) -> DType {
         let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
         if packs || self.values_in_tiles::<S>() && sees_all { DType::F32 } else { self.problem.dtypes.v }
@@ -329,7 +329,7 @@ impl<'a> Shared<'a> {
     }
 }
 
-/// The scores of a block, or its weights, and of the one after it where that is ahead; the rows' maxima and sums.
+/// The scores or weights of a block, and of the next block if that is computed ahead; the rows' maxima and sums.
 struct Scores {
     here: *mut f32,
     next: *mut f32,
@@ -349,7 +349,7 @@ impl Scores {
 /// Order in which the next block is prefetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AskedOrder {
-    /// No prefetch by tiles: the rows of this block prefetch themselves.
+    /// No prefetch by tiles: the row products of this block prefetch instead.
     Nothing,
     KeysThenValues,
     /// K and V in rotation.
@@ -381,13 +381,13 @@ impl AskedOrder {
         Ahead::new(blocks, 1)
     }
 
-    /// Prefetch beside K's products, in quarters of the bytes that are multiplied.
+    /// Number of quarters: for each tile of K that is multiplied, this share of its bytes is prefetched.
     fn quarters_beside_keys(self) -> usize {
         if self == AskedOrder::Pieces { 4 } else { 1 }
     }
 
-    /// Divisor of what is left after that, which gives the part that is prefetched beside the softmax. V's
-    /// products prefetch the rest.
+    /// Divisor of the remaining bytes; the quotient is prefetched during the softmax. V's products prefetch the
+    /// rest.
     fn part_beside_softmax(self) -> usize {
         match self {
             AskedOrder::Nothing | AskedOrder::KeysThenValues => 2,
@@ -408,7 +408,7 @@ impl Located {
     const NOWHERE: Self =
         Self { keys: [std::ptr::null(); BLOCK_KEYS], values: [std::ptr::null(); BLOCK_KEYS], count: 0 };
 
-    /// Gathers those of a block's rows that are not read in place.
+    /// Copies those rows of a block that cannot be read in place.
     fn bring<S: Simd>(&mut self, s: S, scratch: &mut Scratch, rows: &Rows<'_>, j: u32) {
         for (cached, at, scratch, widen) in [
             (&rows.k, &mut self.keys, &mut scratch.keys, &rows.widen_k),
@@ -423,7 +423,7 @@ impl Located {
 }
 
 impl Rows<'_> {
-    /// Query, score and query head of each row, kv head after kv head.
+    /// Query index, score and query head of each row, kv head after kv head.
     pub(super) fn each(&self) -> impl Iterator<Item = (u32, &HeadScore, u32)> {
         (0..self.heads_kv.1).flat_map(move |head_kv| {
             self.of.iter().map(move |&(i, g)| {
@@ -433,7 +433,7 @@ impl Rows<'_> {
         })
     }
 
-    /// The block of keys from `j` on, of which there may be none; its rows where they are read where they lie.
+    /// The block of keys from `j` on, if there is one, and the addresses of its rows if they are read in place.
     fn locate(&self, j: u32, located: &mut Located) {
         let count = BLOCK_KEYS.min(self.span.seqlen_k.saturating_sub(j) as usize);
         for (cached, at) in [(&self.k, &mut located.keys), (&self.v, &mut located.values)] {
@@ -444,7 +444,7 @@ impl Rows<'_> {
         located.count = count;
     }
 
-    /// Whether lines are prefetched one by one beside codes, and none beside the softmax.
+    /// Whether lines are prefetched one by one during the conversion of codes, and none during the softmax.
     fn are_codes(&self) -> bool {
         !self.widen_v.is_empty()
     }

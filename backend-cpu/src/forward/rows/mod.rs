@@ -1,4 +1,4 @@
-//! Forward for few queries: memory's speed is what counts, so K and V are read once, as they lie.
+//! Forward for few queries: the speed of memory limits it, so K and V are read once, in place.
 //!
 //! ```text
 //! for each chunk of CHUNK_KEYS keys                   a state of its own
@@ -9,12 +9,12 @@
 //!     fold the chunk into the row's total             chunks ascending
 //! ```
 //!
-//! A task takes the kv heads together whose rows lie side by side in memory, so that memory is read in the order of
+//! A task handles those kv heads together whose rows are adjacent in memory, so that memory is read in the order of
 //! its addresses.
 //!
-//! Chunks begin at multiples of `CHUNK_KEYS` and are folded in order, whether one task walks them all or several
-//! share them. So a row's bits depend on its own keys, and on nothing around it: not on the threads, the batch,
-//! or the other queries of the call.
+//! Chunks begin at multiples of `CHUNK_KEYS` and are merged in order, whether one task processes all of them or
+//! several share them. So a row's bits depend on its own keys alone, not on the threads, the batch, or the call's
+//! other queries.
 
 mod chunk;
 mod modify;
@@ -37,26 +37,27 @@ use chunk::Rows;
 /// Keys between two folds: a partial result of 500 bytes for 256 KiB of K and V.
 const CHUNK_KEYS: u32 = 512;
 
-/// Rows of a task, of all query heads of one kv head.
+/// Most rows of a task for the query heads of one kv head.
 const MAX_ROWS: usize = 32;
 
 /// Most rows of a task, over all its kv heads.
 const MAX_STATES: usize = 64;
 
-/// Tasks for each thread that are enough to keep all of them busy to the end.
+/// Number of tasks per thread that keeps all threads busy to the end.
 const TASKS_PER_THREAD: usize = 4;
 
-/// Threads that leave memory quick to answer: one and two do, sixteen do not, and between them nothing was measured.
+/// Most threads with which memory still has low latency: one and two threads measured so, sixteen did not; numbers
+/// between were not measured.
 const FEW_THREADS: usize = 4;
 
-/// Query heads of a kv head from which on products are in tiles, where there are tiles. What a block costs
-/// then hardly depends on their number. On a Xeon, one thread, from memory, beside dot products: of bf16 two
-/// queries 1.15 to 1.3 times as fast, in pages of 16 1.2 times, four 1.2 and 1.3 times; of FP8, which has the
-/// bits of its bf16 and so its way, 1.15 and 1.2 times. Sixteen threads have 84 to 91 GB/s of four queries in
-/// tiles and 91 by dot products, of two 68 to 87 and 104 to 108.
+/// Fewest query heads per kv head for which products use tiles, if the processor has tiles. The time of a block
+/// then hardly depends on the number of heads. On a Xeon, one thread, from memory, beside dot products: of bf16 two
+/// queries 1.15 to 1.3 times as fast, in pages of 16 1.2 times, four 1.2 and 1.3 times; for FP8, which must be
+/// bit-equal to bf16 and so uses tiles like it, 1.15 and 1.2 times. Sixteen threads have 84 to 91 GB/s of four
+/// queries in tiles and 91 by dot products, of two 68 to 87 and 104 to 108.
 const TILED_RATIO: u32 = 4;
 
-/// Sequences of at most so many queries are taken in rows where both ways would do.
+/// Sequences of at most this many queries use the row path if both paths could compute them.
 pub(crate) const FEW_QUERIES: u32 = 8;
 
 /// Some rows of some kv heads. Row `r` of a head is query `r / ratio` of the group's head `r % ratio`.
@@ -68,7 +69,7 @@ struct Task {
     first_row: u32,
     rows: u32,
     chunks: (u32, u32),
-    /// First row of the task's partial results; `None`: the task merges and writes them itself.
+    /// Index of the task's first partial result; `None` if the task merges and writes results itself.
     slot: Option<usize>,
 }
 
@@ -79,7 +80,7 @@ impl Task {
     }
 }
 
-/// Tasks whose chunks are to be folded: as [`Task`], with the slot of the first chunk.
+/// Tasks whose chunks must be merged: like [`Task`], with the slot of the first chunk.
 type Fold = Task;
 
 struct Scratch {
@@ -96,7 +97,7 @@ struct Scratch {
     beside_many: bool,
 }
 
-/// A row's state over a chunk, and over all chunks so far.
+/// A row's state: over one chunk, or over all chunks so far.
 #[derive(Clone, Copy)]
 struct State {
     chunk: RowSums,
@@ -109,19 +110,20 @@ impl State {
     const EMPTY: Self = Self { chunk: RowSums::EMPTY, seen: false, total: RowSums::EMPTY, total_seen: false };
 }
 
-/// A chunk's maximum and sum, and whether it saw a key, stand before its O.
+/// Number of f32 before a chunk's O: its maximum, its sum, and whether it saw a key.
 const HEADER: usize = 16;
 
 impl Shared<'_> {
     /// Whether a sequence is taken in rows.
     pub(super) fn in_rows(&self, span: &SeqSpan) -> bool {
         let few = self.blocks.rows_only || self.problem.cache.tree_mask || span.seqlen_q <= FEW_QUERIES;
-        // Code and masks as data take panels for any number of queries, so that a row's bits do not depend on it.
+        // Code and masks as data use panels for any number of queries, so that a row's bits do not depend on that
+        // number.
         few && !self.problem.asks_pairs()
     }
 
     fn stride_qk<S: Simd>(&self) -> usize {
-        // A vector of FP8 codes is two units; so for V.
+        // Head dimensions are rounded up to a vector of FP8 codes, which is two units; those of V as well.
         (self.problem.dims.head_dim_qk as usize).next_multiple_of(2 * unit::<S>())
     }
 
@@ -134,7 +136,7 @@ impl Shared<'_> {
         self.k.taken_as() == DType::Bf16
     }
 
-    /// Q's order beside K: bf16 as it is where dot products or tiles of them are taken.
+    /// Order of Q's elements for the product with K: bf16 unchanged if dot products or tiles of bf16 are used.
     fn order_q<S: Simd>(&self) -> Order {
         let pays = S::DOTS_OUTRUN_FMAS || self.keys_in_tiles::<S>();
         if S::BF16_DOT && pays && self.keys_are_bf16() {
@@ -144,7 +146,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Order in which O's sums take their terms: by pairs of keys where the processor has dot products of bf16.
+    /// Order in which O's sums add their terms: by pairs of keys if the processor has dot products of bf16.
     fn order_of_sums<S: Simd>(&self) -> Order {
         if S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.v.taken_as() == DType::Bf16 {
             Order::Fours
@@ -153,8 +155,8 @@ impl Shared<'_> {
         }
     }
 
-    /// Whether enough queries share a key for products in tiles. The ratio of heads alone says so: a row's
-    /// bits are not to depend on how many queries come in one call.
+    /// Whether enough query heads share a key for products in tiles. Only the ratio of heads decides: a row's bits
+    /// must not depend on the number of queries in a call.
     fn shares_keys<S: Simd>(&self) -> bool {
         S::TILES && self.problem.gqa_ratio() >= TILED_RATIO
     }
@@ -165,14 +167,15 @@ impl Shared<'_> {
         self.shares_keys::<S>() && whole && self.keys_are_bf16()
     }
 
-    /// Whether P V is, where a query sees every key of a block.
+    /// Whether tiles compute P V for queries that see every key of a block.
     fn values_in_tiles<S: Simd>(&self) -> bool {
         let whole = (self.problem.dims.head_dim_v as usize).is_multiple_of(TILE);
         self.shares_keys::<S>() && whole && self.v.taken_as() == DType::Bf16
     }
 
-    /// Whether a block's softmax may go on beside the scores of the next one: of codes, whose widening leaves
-    /// tiles and FMAs idle. Of bf16 it is level from the second-level cache and 0.93 from memory.
+    /// Whether a block's softmax may run during the scores of the next block: for FP8 codes, whose conversion
+    /// leaves tiles and FMAs idle. For bf16 this gains nothing from the L2 cache, and from memory it runs at 0.93
+    /// of the speed.
     fn goes_ahead<S: Simd>(&self) -> bool {
         self.keys_in_tiles::<S>() && self.values_in_tiles::<S>() && self.k.widened.is_some()
     }
@@ -182,7 +185,7 @@ impl Shared<'_> {
         self.keys_in_tiles::<S>() || self.values_in_tiles::<S>()
     }
 
-    /// Every sequence that is taken in rows.
+    /// Computes every sequence that is processed row by row.
     pub(super) fn attend_rows<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         let (mut tasks, mut folds) = (Vec::new(), Vec::new());
         let slots = self.row_tasks(threads.count(), &mut tasks, &mut folds)?;
@@ -216,7 +219,7 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// How many kv heads a task of `rows` rows a head takes together.
+    /// Number of kv heads that a task with `rows` rows per head handles together.
     fn heads_together(&self, rows: usize) -> u32 {
         let heads = self.problem.dims.num_heads_kv;
         if !self.k.heads_lie_together() {
@@ -225,7 +228,7 @@ impl Shared<'_> {
         let most = (MAX_STATES / rows)
             .min(heads_of_block(self.k.row_bytes().max(self.v.row_bytes())))
             .clamp(1, heads as usize) as u32;
-        // The heads of a task, as even over the tasks as possible.
+        // Heads are spread over the tasks as evenly as possible.
         heads.div_ceil(heads.div_ceil(most))
     }
 
@@ -285,7 +288,7 @@ impl Shared<'_> {
         Ok(slots)
     }
 
-    /// f32 that Q of a task takes.
+    /// Number of f32 that the queries of a task take.
     fn queries_len<S: Simd>(&self, task: &Task) -> usize {
         match self.keys_in_tiles::<S>() {
             true => {
@@ -302,7 +305,7 @@ impl Shared<'_> {
         heads: usize,
         queries: usize,
     ) -> fmha_core::Result<Scratch> {
-        // A tile of scores is so many rows, wherever the last ones of a task begin.
+        // A tile of scores has this many rows, wherever a task's last rows begin.
         let dim_qk = self.problem.dims.head_dim_qk as usize;
         let scores = states + if self.keys_in_tiles::<S>() { TILED_QUERIES as usize } else { 0 };
         Ok(Scratch {
@@ -319,7 +322,7 @@ impl Shared<'_> {
         })
     }
 
-    /// Q of a task, in the order that K's arithmetic takes.
+    /// Loads Q of a task, in the order of elements that the product with K uses.
     fn load_rows<S: Simd>(&self, _: S, scratch: &mut Scratch, rows: &Rows<'_>) {
         let (stride, order) = (self.stride_qk::<S>(), self.order_q::<S>());
         let dim = self.problem.dims.head_dim_qk as usize;
@@ -346,7 +349,7 @@ impl Shared<'_> {
         }
     }
 
-    /// The chunks of a task: its partial results to their slots, or the result itself.
+    /// Computes the chunks of a task: writes partial results to their slots, or the final result.
     fn attend_task<S: Simd>(
         &self,
         s: S,
@@ -423,7 +426,7 @@ impl Shared<'_> {
         let (span, stride) = (rows.span, self.stride_v::<S>());
         let order = self.order_of_sums::<S>();
         let dim = self.problem.dims.head_dim_v as usize;
-        // The chunks' O is of no use any more: a row in its own order.
+        // The chunks' O is no longer needed, so its memory takes a row in its final order.
         let row = scratch.out.as_mut_ptr();
         for (at, (i, head, i_head)) in rows.each().enumerate() {
             let sums = states[at].total;
@@ -477,7 +480,7 @@ impl<S: Simd> Op<S> for Folding<'_> {
         };
         let base = merged.base();
         let (a, b) = (exp_one(s, before.row_max - base), exp_one(s, chunk.row_max - base));
-        // A chunk whose scores are all −inf or NaN has weights of its own: its sum says which.
+        // A chunk whose scores are all −inf or NaN keeps a weight of 1: its sum shows which.
         let b = if chunk.row_max == f32::NEG_INFINITY { 1.0 } else { b };
         state.total = RowSums { row_sum: before.row_sum * a + chunk.row_sum * b, ..merged };
         state.total_seen = true;

@@ -1,4 +1,4 @@
-//! Changes to a row's block of scores before its softmax, and to its weights after it.
+//! Changes to a row's block of scores before the softmax, and to its weights after the softmax.
 
 use crate::blocks::BLOCK_KEYS;
 use crate::score::HeadScore;

@@ -1,4 +1,4 @@
-//! Rows of a task that see a block of keys.
+//! Which rows of a task see a block of keys.
 
 use fmha_core::BlockClass;
 
@@ -39,7 +39,7 @@ impl Seen {
         &self.partial[..self.num_partial]
     }
 
-    /// Block of which `rows` rows see every key.
+    /// A block every key of which is visible to `rows` rows.
     pub(super) fn by_all(rows: usize) -> Self {
         let mut all = Self { num_live: rows, num_whole: rows, ..Self::NOTHING };
         for (row, (live, whole)) in all.live.iter_mut().zip(&mut all.whole).enumerate().take(rows) {
@@ -55,7 +55,8 @@ impl Rows<'_> {
         self.of.iter().any(|&(i, _)| self.seen(i, j, count) != 0)
     }
 
-    /// Rows that see the keys `j .. j + count`: the known result for all rows, or one in `seen`.
+    /// Visibility of the keys `j .. j + count` by row: the known result if all rows see all keys, otherwise
+    /// computed into `seen`.
     pub(super) fn who_sees<'s>(&'s self, j: u32, count: usize, seen: &'s mut Seen) -> &'s Seen {
         let queries = self.of.first().map_or(0, |&(i, _)| i)..self.of.last().map_or(0, |&(i, _)| i + 1);
         if self.tree.is_none()
@@ -64,7 +65,7 @@ impl Rows<'_> {
             return &self.all;
         }
         (seen.num_live, seen.num_whole, seen.num_partial) = (0, 0, 0);
-        // Rows of a query follow one another, and see the same.
+        // Rows of one query are consecutive, and see the same keys.
         let mut of_query = None;
         for (r, &(i, _)) in self.of.iter().enumerate() {
             let bits = match of_query {
@@ -90,7 +91,7 @@ impl Rows<'_> {
 
     /// Keys of `j .. j + count` that query `i` sees: a bit for each.
     fn seen(&self, i: u32, j: u32, count: usize) -> u64 {
-        // The mask is the sequence's: every head has the same.
+        // The mask belongs to the sequence, so any head gives it.
         let head = &self.heads[0];
         let all = u64::MAX >> (BLOCK_KEYS - count);
         let keys = j..j + count as u32;

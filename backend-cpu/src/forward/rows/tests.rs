@@ -1,4 +1,4 @@
-//! Rows in matrix tiles and without, emulated in software: most processors have no tiles.
+//! The row path with matrix tiles and without; tiles are emulated in software, since most processors have none.
 
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::seq::KvRows;
@@ -21,8 +21,8 @@ use crate::tensor::fp8_table;
 const SEQLEN_Q: u32 = 2;
 const SEQLEN_K: u32 = 150;
 
-/// Two queries of one sequence; the last key is hidden from the first. The numbers of Q and K are a
-/// hundredth: the scale makes scores of them that differ.
+/// A problem with two queries in one sequence, where the last key is hidden from the first. Q and K are scaled down
+/// by a hundred, so that scores differ moderately.
 fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFwd {
     let dims = Dims {
         batch: 1,
@@ -43,7 +43,7 @@ fn attend<S: Simd>(s: S, valid: &ValidFwd, q: &[bf16], k: DevSlice<'_>, v: DevSl
     attend_pages(s, valid, q, k, v, &[])
 }
 
-/// Runs attention over a cache in `pages`; over a contiguous one if `pages` is empty.
+/// Runs attention on a cache with these `pages`, or on a contiguous one if `pages` is empty.
 fn attend_pages<S: Simd>(
     s: S,
     valid: &ValidFwd,
@@ -69,7 +69,7 @@ fn attend_pages<S: Simd>(
 fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too() {
     let code = |i: u64, salt: u32| {
         let code = philox4x32_10([i as u32, salt, 0, 0], [1, 2])[0] as u8;
-        // A code of a number up to 28, without NaN; subnormals and both zeros are among them.
+        // Codes of numbers up to 28, without NaN; subnormals and both zeros are among them.
         code & 0xdf
     };
     let values = fp8_table(DType::E4m3Fn);
@@ -79,7 +79,7 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
     for (heads, dims) in [
         ((8, 1), (96, 32)),
         ((16, 2), (64, 160)),
-        // Two tiles of queries for each kv head.
+        // Each kv head has two tiles of queries.
         ((32, 2), (64, 32)),
         ((8, 1), (64, 40)),
         ((8, 1), (40, 64)),
@@ -133,7 +133,7 @@ fn of_problem<T>(problem: &FwdProblem, spans: &[SeqSpan], look: impl FnOnce(&Sha
     look(&call.shared(KvRows::UNPAGED, None, blocks, None))
 }
 
-/// Calls `look` on a call whose sequences have these lengths and all go through the row path.
+/// Calls `look` on a call with these lengths in which all sequences use the row path.
 fn of_call<T>(
     (heads_kv, ratio): (u32, u32),
     dim: u32,
@@ -209,7 +209,7 @@ fn every_row_meets_every_chunk_in_one_task_and_split_chunks_have_slots_of_their_
             }
             assert_eq!(met, all, "{what}");
             assert!(taken.iter().all(|&taken| taken), "{what}: a slot of none");
-            // Rows of a sequence without keys are written all the same.
+            // Rows of a sequence without keys are still written.
             let written = tasks.iter().filter(|task| task.slot.is_none()).chain(&folds);
             let mut written: Vec<_> =
                 written.flat_map(|task| rows(task).map(|(head, row)| (task.span, head, row))).collect();
@@ -223,7 +223,7 @@ fn every_row_meets_every_chunk_in_one_task_and_split_chunks_have_slots_of_their_
             assert!(threads > 1 || slots == 0, "{what}: one thread folds as it goes");
         }
     }
-    // One head of three chunks, to be shared among many threads.
+    // A head of three chunks, to be shared by many threads.
     let (mut tasks, mut folds) = (Vec::new(), Vec::new());
     of_call((1, 1), 8, Strides::bshd, &[(1, 1500)], |shared| {
         shared.row_tasks(40, &mut tasks, &mut folds).unwrap()
@@ -250,11 +250,11 @@ fn chunks_are_shared_out_and_where_they_are_too_few_heads_too_until_each_thread_
     let wanted = [(1, 0, 8, 4), (8, 2, 4, 1), (12, 3, 3, 1), (16, 4, 2, 1)];
     let most = [(32, 8, 1, 1); 3];
     assert_eq!(counts((8, 2), &[(1, 2000)]), [wanted.as_slice(), &most].concat()[..]);
-    // 45 rows in two tasks, of three chunks, two heads each; six rows of four heads.
+    // Expected: 45 rows in two tasks, each with three chunks and two heads; six rows with four heads.
     let wanted = [(5, 0, 4, 4), (10, 5, 4, 2), (14, 5, 4, 2), (16, 5, 4, 1), (32, 10, 2, 1)];
     let most = [(40, 12, 1, 1); 2];
     assert_eq!(counts((4, 3), &[(15, 1500), (2, 2000)]), [wanted.as_slice(), &most].concat()[..]);
-    // 75 rows in three tasks, of three chunks; five rows of one.
+    // Expected: 75 rows in three tasks of three chunks; five rows with one.
     let wanted = [(4, 0, 2, 3), (7, 3, 2, 2), (14, 6, 1, 2), (14, 6, 1, 2), (14, 6, 1, 2)];
     let most = [(20, 6, 1, 1); 2];
     assert_eq!(counts((2, 5), &[(15, 1500), (1, 30)]), [wanted.as_slice(), &most].concat()[..]);
@@ -266,7 +266,7 @@ fn heads_are_taken_together_where_they_lie_so_as_evenly_as_it_goes() {
         of_call((8, 1), dim, strides, &[(1, 100)], |shared| shared.heads_together(rows))
     };
     assert_eq!([1, 16, 20, 32].map(|rows| together(8, Strides::bshd, rows)), [8, 4, 3, 2]);
-    // One key of one head takes 2 KiB and 16 KiB.
+    // A key of one head has 2 KiB, or 16 KiB.
     assert_eq!([512, 4096].map(|dim| together(dim, Strides::bshd, 1)), [2, 1]);
     assert_eq!(together(8, Strides::bhsd, 1), 1, "a head's keys lie together");
 }
@@ -325,9 +325,9 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
             [queries, q, scores, alpha, out, total, keys, values, staged, packed]
         })
     }
-    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16; what is staged
-    // of K, whole vectors of codes too; weights of four tiles of eight queries; scores of codes twice, of a
-    // block and the next.
+    // Buffers in order: rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16;
+    // scratch for pieces of K, also whole vectors of codes; weights of four tiles of eight queries; scores for
+    // codes twice, for a block and the next.
     let tiled = problem((16, 2), (96, 32), Some(DType::E4m3Fn));
     assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 2 * 26 * 64, 16, 640, 640, 6144, 2048, 4096, 4096]);
     assert_eq!(sizes::<Portable>(&tiled), [960, 960, 640, 16, 320, 320, 6144, 2048, 0, 0]);
@@ -337,7 +337,8 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
     assert_eq!(sizes::<SoftTiles>(&beside), [640, 640, 640, 16, 640, 640, 2560, 1536, 0, 0]);
 }
 
-/// Scores of 0: a row's sum then counts the keys that it has seen.
+/// With scores of 0 a row's sum counts the keys that it has seen: a chunk has 512 keys, and the last chunk the
+/// rest.
 #[test]
 fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     let dims = Dims { seqlen_k: 1100, ..problem((2, 1), (8, 8), None).dims };
@@ -362,8 +363,8 @@ fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     assert_eq!(sums, [(0, 512.0), (1, 512.0), (2, 76.0)].map(|(chunk, count)| (chunk, vec![count; 4])));
 }
 
-/// Every query's softmax runs beside the scores of the next block: from chunk to chunk, and where blocks are
-/// skipped or half visible.
+/// FP8 codes give bits equal to bf16 from chunk to chunk. Every query's softmax runs during the scores of the next
+/// block, also if blocks are skipped or partly visible.
 #[test]
 fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
     let values = fp8_table(DType::E4m3Fn);
@@ -371,7 +372,7 @@ fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
         ("0", (8, 1), (128, 128)),
         ("b:300,0,3", (8, 2), (64, 128)),
         ("b", (16, 1), (256, 64)),
-        // More rows of a head than a tile has.
+        // A head with more rows than a tile has.
         ("0", (20, 1), (64, 64)),
         ("b", (4, 1), (32, 96)),
     ] {
@@ -402,8 +403,8 @@ fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
     }
 }
 
-/// Plants NaN in V of the second head's first block, where two heads share a task. The last block of the
-/// first head leaves its scratch to that block.
+/// NaN in V of one head does not reach another head: it is placed in the second head's first block, where two heads
+/// share a task, because the last block of the first head leaves its scratch to that block.
 #[test]
 fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
     let valid = problem((16, 2), (64, 64), None);
@@ -426,13 +427,13 @@ fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
     }
 }
 
-/// Places in V where [`keeps_columns_apart`] plants numbers: the key, and the column of a head.
+/// Places in V where [`keeps_columns_apart`] puts special numbers: the key, and the column of a head.
 const PLANTED: [(u32, u32); 6] = [(3, 0), (17, 33), (17, 62), (70, 7), (149, 94), (149, 95)];
 
-/// Tiles multiply pairs of columns: neither element of a pair is to reach the other one's sums. Rows of V lie
-/// a page or one distance apart, or neither.
+/// Checks that in tiles, which multiply pairs of columns, no element of a pair reaches the other's sums. Rows of V
+/// are a page apart, equally far apart, or neither.
 fn keeps_columns_apart<S: Simd>(s: S) {
-    // Numbers up to 1, and NaN and both infinities, in e5m2: its codes are the high halves of f16.
+    // Codes of e5m2 with values up to 1, NaN and both infinities: they are the high bytes of f16.
     let code = |i: u64, salt: u32| philox4x32_10([i as u32, salt, 0, 0], [3, 4])[0] as u8 & 0xbc;
     let planted = [0x7e, 0x7c, 0xfc];
     let wide = |codes: &[u8]| -> Vec<bf16> {

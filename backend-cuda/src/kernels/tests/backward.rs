@@ -50,7 +50,7 @@ fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
     };
     let of = |keys: u32, dim: u32| of_lengths([512, keys], [4, 2], dim, "b");
     let names = vec!["sm100_stats", "sm100", "sm100_finish_dq"];
-    // One block of keys adds to dQ alone.
+    // With one block of keys, dQ has one addend only.
     for (problem, deterministic, stages) in [
         (of(512, 128), false, "2 Q, 1 dO"),
         (of(128, 64), true, "2 Q, 2 dO"),
@@ -99,12 +99,13 @@ fn dq_of_blackwell_has_one_order_where_that_is_asked_for() {
     let plain = promised(&PlanOptions::default());
     let ordered = promised(&PlanOptions::default().deterministic(true));
     assert_eq!((plain.0, plain.1), (false, false));
-    // A count to each block of queries of each head.
+    // The workspace has one counter for each block of queries of each head.
     assert_eq!(ordered, (true, true, plain.2 + 4 * 4 * 4));
     assert_eq!(promised(&PlanOptions::default().batch_invariant(true)), ordered);
 }
 
-/// dK of 256 columns and dV of 256 take two CTAs a block of keys; queries lie in blocks of 64.
+/// Blackwell launches two CTAs for each block of keys if dK and dV have 256 columns each; blocks of queries have 64
+/// rows.
 #[test]
 fn the_grid_of_blackwell_has_two_ctas_to_a_block_of_keys_where_both_sums_do_not_fit() {
     let grids = |head_dim: u32| {
@@ -118,7 +119,8 @@ fn the_grid_of_blackwell_has_two_ctas_to_a_block_of_keys_where_both_sums_do_not_
     assert_eq!(grids(256), (vec![2 * 2 * 4, 4 * 8], Some("dK and dQ of a CTA, dV of another".to_owned())));
 }
 
-/// Rows' gradients are one kernel's in calls of any lengths, and a kv head's parts follow from the heads alone.
+/// Row-invariant gradients use one kernel for calls of all lengths, and the parts of a kv head depend on the number
+/// of heads alone.
 #[test]
 fn gradients_of_rows_are_those_of_one_kernel_of_hopper_in_fixed_parts() {
     let (facts, options) = (stated("sm_90a"), PlanOptions::default().row_invariant(true));
@@ -146,7 +148,8 @@ fn gradients_of_rows_are_those_of_one_kernel_of_hopper_in_fixed_parts() {
     }
 }
 
-/// Strides that TMA does not take are refused by both: a row of `sm80` would have other bits.
+/// Row-invariant gradients with strides that TMA does not support are refused by `sm90` and by `sm80`: `sm80` would
+/// give other bits.
 #[test]
 fn gradients_of_rows_that_hoppers_kernel_cannot_load_are_refused_by_name() {
     let (facts, options) = (stated("sm_90a"), PlanOptions::default().row_invariant(true));
@@ -157,7 +160,7 @@ fn gradients_of_rows_that_hoppers_kernel_cannot_load_are_refused_by_name() {
     assert!(of_sm90.contains("k.seq stride 514"), "{of_sm90}");
     let of_sm80 = choose::<Sm80Bwd, _>(&odd, &facts, &options).err().unwrap().to_string();
     assert!(of_sm80.contains("row_invariant true: rows have the bits of sm90"), "{of_sm80}");
-    // Rows that are `sm80`'s in every layout.
+    // A head dimension whose rows `sm80` computes in every layout.
     let wide = BwdProblem::new(of_lengths([512, 512], [4, 4], 192, "b")).validate().unwrap();
     assert!(choose::<Sm80Bwd, _>(&wide, &facts, &options).unwrap().promises.row_invariant);
     let of_sm90 = choose::<Sm90Bwd, _>(&wide, &facts, &options).err().unwrap().to_string();
@@ -175,7 +178,8 @@ fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
     let launches: Vec<_> = choice.launches.iter().map(|launch| (launch.kernel, launch.grid)).collect();
     let early = |groups, threads| Grid { groups, threads, dependent: true };
     let (q_blocks, tiles) = (64, 16);
-    // The repair has a warp to a block, 8 to a CTA; dBias 4 heads of 16 by 8 blocks, a CTA to a multiprocessor at most.
+    // The repair launch has one warp for each block, 8 per CTA. dBias has 4 heads of 16 by 8 blocks, and at most
+    // one CTA per multiprocessor.
     let expected = [
         ("preprocess", early(q_blocks, 256)),
         ("sm90", early(tiles, 384)),
@@ -192,8 +196,8 @@ fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
 #[test]
 fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
-    // 8 blocks of keys: one part per head, and two parts of each head's query blocks, still give less than a
-    // round.
+    // Blocks of keys: 8. With one or two parts of each head's query blocks the CTAs still do not fill the device
+    // once.
     let choice = backward(&few, &tile("")).unwrap();
     let shared = detail(&choice, "query heads").unwrap();
     assert_eq!(shared, "8 of a kv head shared by 8 tiles, and their queries by 2 each");
@@ -206,8 +210,8 @@ fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
 }
 
-/// The launch over queries sets the counter that tiles take their index from. Without queries there is no
-/// counter.
+/// The launch over queries resets the counter from which tiles of keys take their index. Without queries there is
+/// no such launch and no counter.
 #[test]
 fn tiles_of_keys_are_claimed_where_there_are_queries() {
     for (queries, ctas) in [(1024, 132), (0, 4 * 64)] {

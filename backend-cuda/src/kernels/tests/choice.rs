@@ -1,4 +1,4 @@
-//! Choice of a kernel for each device, and the stated facts of devices.
+//! Choice of a kernel for each device, and the devices' data sheet numbers.
 
 use fmha_core::{BwdProblem, FwdProblem, PlanOptions, ValidBwd, ValidFwd};
 use fmha_gpu::{GpuProblem as _, Simt, SimtBwd, select};
@@ -28,8 +28,7 @@ fn a_stated_device_has_the_numbers_that_nvidia_states() {
     assert!(DeviceFacts::stated("sm_75").is_err());
 }
 
-/// Kernel that takes a forward problem and a backward problem without a fallback, or the text of the
-/// refusals.
+/// The kernels that take a forward and a backward problem without a fallback, or the texts of the refusals.
 fn chosen_on(facts: &DeviceFacts) -> [Result<&'static str, String>; 2] {
     let forward = of_lengths([512, 512], [4, 4], 128, "b").validate().unwrap();
     let backward = BwdProblem::new(FwdProblem::clone(&forward)).validate().unwrap();

@@ -27,7 +27,7 @@ fn schedule<K>(choice: &Choice<K>) -> Vec<String> {
     detail(choice, "schedule").unwrap().split(", ").map(str::to_owned).collect()
 }
 
-/// The detail text of a choice with a tile field `on` contains `words`, and with `off` it does not, not even
+/// Checks that the details of a choice contain `words` with the tile field `on`, and do not with `off`, not even
 /// with another number.
 fn says<K>(choose: impl Fn(&str) -> Choice<K>, [off, on, words]: [&str; 3]) {
     let (off, on) = (schedule(&choose(off)), schedule(&choose(on)));
@@ -54,7 +54,7 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
     let bias = |tile: &str| on_hopper(&bias, tile).unwrap();
     says(bias, ["bias_stages=0", "bias_stages=1", "bias by TMA"]);
     says(bias, ["bias_stages=0", "bias_stages=1", "1 blocks"]);
-    // Rows of K 132 elements apart: 264 bytes, which 8 divides.
+    // Rows of K 132 elements apart, which is 264 bytes, a multiple of 8 but not of 16.
     let mut odd = plain.clone();
     odd.strides.k.seq = 4 * 128 + 4;
     let odd = |tile: &str| on_hopper(&odd, tile).unwrap();
@@ -62,7 +62,8 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
     assert!(!schedule(&choose("")).iter().any(|word| word.contains("copies")));
 }
 
-/// 8 blocks of 128 keys for each of 2 kv heads: 8 units of sixteen keys in f16, or 16 of 32 keys and 64 dimensions.
+/// FP8 V is prepared by a launch before the kernel or inside its launch: 8 blocks of 128 keys for each of 2 kv
+/// heads give 8 units of 16 keys in f16, or 16 of 32 keys and 64 dimensions.
 #[test]
 fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
     for (dim, block_bytes, units) in [(128, 128 * 128 * 2, 8), (256, 128 * 256, 16)] {
@@ -96,13 +97,13 @@ fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
         let beside = choose("prepare_v=beside");
         let [main] = &beside.launches[..] else { panic!("{} launches", beside.launches.len()) };
         assert_eq!(main.kernel, "sm90");
-        // One counter for the units and one for each block, rounded up to whole lines.
+        // The workspace has one counter for the units and one for each block, rounded up to whole cache lines.
         let expected = Workspace { bytes: blocks + 128, zeroed_bytes: 4 * (1 + 2 * 8) };
         assert_eq!(beside.workspace, expected);
     }
 }
 
-/// A batch-invariant plan prepares V as other plans do: the bits of V are equal in both.
+/// A batch-invariant plan prepares an FP8 V like other plans: the prepared bits are equal.
 #[test]
 fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
     for (dim, block_n) in [(64, 128), (128, 80), (256, 128)] {
@@ -159,7 +160,7 @@ fn the_words_of_a_blackwell_schedule_are_those_of_its_tile() {
     let short = of_lengths([1, 4096], [4, 4], 128, "0");
     let short = |words: &str| on_blackwell(&short, &tile(words)).unwrap();
     says(short, ["split_keys=0", "split_keys=512", "keys in parts of 512"]);
-    // 1028 bytes from row to row, of which 4 is the largest power of two that divides.
+    // Rows are 1028 bytes apart, whose largest power of two divisor is 4.
     let mut odd = plain.clone();
     odd.strides.k.seq = 4 * 128 + 2;
     let odd = schedule(&on_blackwell(&odd, &tile("")).unwrap());
@@ -235,7 +236,7 @@ fn a_long_cache_is_split_and_merged_where_no_sink_columns_forbid_it() {
     assert!(refusal.contains("tile split_keys=512: sink_columns 2"), "{refusal}");
 }
 
-/// A row's bits are its own where a short query's keys would not be split, and no problem of the spec has
+/// Blackwell promises batch invariance where a short query's keys are not split and no problem of the spec uses
 /// pairs of CTAs.
 #[test]
 fn blackwell_promises_bits_that_no_batch_changes_where_no_length_changes_the_arithmetic() {
@@ -280,7 +281,7 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     assert_eq!(tile_on("sm_89", 256), "64 x 48, 1 stages");
 }
 
-/// The kernel's schedule in words, or why it refuses.
+/// The schedule of the `sm80` kernel in words, or why it refuses.
 fn schedule_of_mma_sync(problem: &FwdProblem, arch: &str, words: &str) -> Result<String, String> {
     let problem = problem.clone().validate().unwrap();
     let choice =
@@ -339,7 +340,7 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     assert!(refusal.contains("copy_bytes=16: k.seq stride 514"), "{refusal}");
 }
 
-/// `sm80` takes rows that are to have the same bits on every architecture, by its parts.
+/// Row-invariant plans with equal bits on every architecture use `sm80`, with its fixed parts.
 #[test]
 fn rows_of_equal_bits_are_taken_on_every_architecture() {
     let options = PlanOptions::default().row_invariant(true);
@@ -358,7 +359,8 @@ fn rows_of_equal_bits_are_taken_on_every_architecture() {
     }
 }
 
-/// Hopper's two kernels agree on what decides a row's bits: blocks of keys, parts, and the lag of a maximum.
+/// Hopper's two kernels agree on everything that decides a row's bits: blocks of keys, parts, and the lag of the
+/// running maximum.
 #[test]
 fn kernels_of_hopper_that_share_rows_have_one_order_of_their_keys() {
     let facts = stated("sm_90a");
@@ -390,8 +392,8 @@ fn kernels_of_hopper_that_share_rows_have_one_order_of_their_keys() {
     }
 }
 
-/// CTAs of Hopper fold the parts of their rows where tiles fill the device, in one launch; few tiles have a CTA a part,
-/// and a launch behind them.
+/// If tiles fill the device, Hopper's CTAs merge the parts of their rows themselves, in one launch; with few tiles
+/// each CTA computes one part, and a second launch merges.
 #[test]
 fn parts_of_many_rows_are_folded_by_the_ctas_that_walk_them() {
     let facts = stated("sm_90a");
@@ -415,7 +417,7 @@ fn parts_of_many_rows_are_folded_by_the_ctas_that_walk_them() {
     }
 }
 
-/// Calls that `sm90` does not take leave their rows to `sm80` alone.
+/// For calls that `sm90` does not support, `sm80` alone is row-invariant.
 #[test]
 fn rows_that_only_one_kernel_takes_in_every_layout_are_refused_by_the_others_by_name() {
     let options = PlanOptions::default().row_invariant(true);
@@ -507,7 +509,8 @@ fn under_intervals(mut problem: FwdProblem) -> FwdProblem {
     problem
 }
 
-/// Lists of tiles are made before a call from masks alone, and its roles wait for no piece of keys.
+/// Keys that arrive during the call are refused with masks as data: lists of tiles are made before the call, and
+/// roles that use them do not wait for pieces of keys.
 #[test]
 fn keys_that_arrive_beside_masks_as_data_are_refused_with_their_number() {
     let masked = under_intervals(of_lengths([512, 512], [4, 4], 128, "0"));
@@ -516,7 +519,7 @@ fn keys_that_arrive_beside_masks_as_data_are_refused_with_their_number() {
     assert!(refusal.contains("arrivals 2"), "{refusal}");
 }
 
-/// Lists of 4 GiB and more are left to `sm80`, which has none.
+/// Lists of tiles of 4 GiB and more are refused; `sm80` serves such problems, since it needs no lists.
 #[test]
 fn lists_of_tiles_that_would_take_gigabytes_are_refused_with_their_bytes() {
     let mut problem = under_intervals(of_lengths([1 << 20, 1 << 20], [32, 32], 128, "0"));
@@ -529,7 +532,8 @@ fn lists_of_tiles_that_would_take_gigabytes_are_refused_with_their_bytes() {
     assert!(refusal.contains("bytes of workspace, more than 4294967296"), "{refusal}");
 }
 
-/// Lists have what is cut for any row of a tile first, so that a row's order of keys is its tile's.
+/// Rows under masks as data are not batch-invariant: a list has the blocks that are cut for any row of a tile
+/// first, so a row's order of keys depends on its tile.
 #[test]
 fn rows_under_masks_as_data_are_not_batch_invariant() {
     for seqlen_q in [1, 300] {

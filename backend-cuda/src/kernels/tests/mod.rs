@@ -1,4 +1,4 @@
-//! Choices of the recipes for this backend, on the devices that NVIDIA states. Nothing is compiled or run.
+//! Choices of this backend's recipes, on devices with NVIDIA's data sheet numbers. Nothing is compiled or run.
 
 mod backward;
 mod choice;
@@ -24,7 +24,7 @@ fn choose<K: Kernel<P, Cuda>, P: GpuProblem>(
     K::choose(problem, facts, options)
 }
 
-/// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
+/// A problem of `seqlens` with `heads` query and kv heads, dimension `dim`, bf16.
 pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
     let dims = Dims {
         batch: 1,

@@ -1,4 +1,4 @@
-//! Addresses that kernels accept for operands, and their tensor maps. No memory lies at these addresses.
+//! Operand addresses that kernels accept, and the tensor maps made for them. The addresses point to no memory.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
@@ -15,14 +15,14 @@ use fmha_kernels_cuda::sm90::recipe::{Sm90, boxes as sm90_boxes};
 use fmha_kernels_cuda::sm90_bwd::recipe::{Sm90Bwd, map_facts};
 use fmha_kernels_cuda::sm100::recipe::Sm100;
 
-/// Operands 64 KiB apart, one of them `off` bytes further on.
+/// Operands 64 KiB apart, with one of them moved by `off` bytes.
 #[derive(Clone, Copy)]
 struct Places {
     moved: &'static str,
     off: u64,
 }
 
-/// A call of the default stream; its lengths are a device's.
+/// A call on the default stream whose lengths lie on the device.
 fn call<'a, P: Problem>(problem: &'a P, args: &'a P::Args<'a>) -> Call<'a, P> {
     Call { problem, args, spans: &[], stream: 0 }
 }
@@ -70,8 +70,8 @@ impl Places {
     }
 }
 
-/// Each operand and how far from a multiple of 64 KiB it is moved, and what the kernel must lie at multiples
-/// of: 0 where it takes the operand there.
+/// Rows of (operand, its distance from a multiple of 64 KiB, the alignment that the kernel then requires); 0 if the
+/// kernel accepts the operand there.
 type Rows = &'static [(&'static str, u64, u64)];
 
 fn takes(what: &str, rows: Rows, takes: impl Fn(Places) -> Result<(), ProblemError>) {
@@ -181,7 +181,7 @@ fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
     MapFacts::of(&call(&problem, &args), &boxes)
 }
 
-/// The driver takes any positive multiple of 16 for an axis of one.
+/// Stride of an axis of one element: the driver takes any positive multiple of 16.
 const ANY: u64 = 1 << 20;
 
 #[test]
@@ -223,7 +223,8 @@ fn forward_maps_say_where_elements_lie() {
     assert_eq!(no_keys.k.dims, [64, 1, 2, 1]);
 }
 
-/// Blocks of V in the workspace: 4 of 96 keys for each of 2 sequences of 2 kv heads.
+/// The tensor map of a prepared V covers its blocks in the workspace: 4 blocks of 96 keys for each of 2 sequences
+/// and 2 kv heads.
 #[test]
 fn the_map_of_a_v_that_is_prepared_has_its_blocks() {
     let dims = Dims { batch: 2, ..of_lengths([200, 300], [4, 2], 64, "0").dims };
@@ -260,7 +261,7 @@ fn the_map_of_a_bias_has_the_axes_that_its_strides_have() {
     let strides = |batch, head| Strides { batch, seq: 104, head, dim: 1 };
     let each = of(40, BiasBroadcast::BatchHead, strides(4 * 4160, 4160));
     assert_eq!(each, ([96, 40, 4, 3], [208, 8320, 4 * 8320]));
-    // A stride of 0 is an axis of one to the kernel.
+    // An axis with stride 0 is passed to the kernel as an axis of one element.
     let shared = of(40, BiasBroadcast::BatchHead, strides(4160, 0));
     assert_eq!(shared, ([96, 40, 1, 3], [208, ANY, 8320]));
     let of_heads = of(40, BiasBroadcast::OneHead, strides(4160, 4160));
@@ -301,7 +302,7 @@ fn backward_maps_say_where_elements_lie() {
     let one = of(of_lengths([1, 1], [1, 1], 64, "0"));
     assert!(one.iter().all(|&(_, dims, strides)| (dims, strides) == ([64, 1, 1, 1], [ANY; 3])), "{one:?}");
 
-    // O has a map where delta is made by it, of heads enough.
+    // O has a tensor map if the kernel computes delta from it, which it does with enough heads.
     let long = of(of_lengths([2048, 2048], [64, 64], 64, "0"));
     assert_eq!(long[4].0, HOME.of("o"));
 

@@ -29,7 +29,7 @@ fn bwd() -> ValidBwd {
     BwdProblem::new(FwdProblem::clone(&fwd())).validate().unwrap()
 }
 
-/// An H200 for which one tile was kept.
+/// Facts of an H200 for which one measured tile is stored.
 fn facts(label: &str, class: &TileClass, (knob, value): (&str, &str)) -> DeviceFacts {
     let folder = tempfile::tempdir().unwrap();
     let headers = fmha_kernels_cuda::headers();
@@ -60,7 +60,7 @@ fn a_backward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
         ),
         (kept("80"), user_sets, ("64 queries x 128 keys", TileFrom::Table)),
         (kept("80"), PlanOptions::default().deterministic(true), ("64 queries x 128 keys", TileFrom::Table)),
-        // The tile needs too many accumulators; an earlier kernel took it.
+        // The stored tile needs too many accumulators for this kernel; an earlier version took it.
         (kept("128"), PlanOptions::default(), ("64 queries x 128 keys", TileFrom::Table)),
         // Under the label of the forward.
         (

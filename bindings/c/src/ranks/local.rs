@@ -1,4 +1,4 @@
-//! A call over ranks in the structs of one rank, read and checked before any message to the others.
+//! Reads and checks one rank's structs of a call over ranks, before any message to the other ranks.
 
 use std::ffi::{CString, c_char};
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use super::{
 use crate::host::{self, AnyPass, Choice, Given, pointed, size, struct_bytes, text};
 use crate::structs::{FMHA_BIAS_NONE, FmhaGradients, FmhaOptions, FmhaProblem, FmhaStrides};
 
-/// A partition that a name says.
+/// A partition that a constant such as FMHA_ZIG_ZAG names.
 pub(super) fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> crate::Result<Partition> {
     match kind {
         FMHA_CONTIGUOUS => Ok(Partition::contiguous(rows, ranks)),
@@ -27,7 +27,7 @@ pub(super) fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> cr
     }
 }
 
-/// One rank's view of a call, before any message to the others.
+/// One rank's view of a call, complete before any message to the other ranks.
 pub(super) struct Local {
     problem: Problem,
     gradients: Option<(DType, bool)>,
@@ -109,7 +109,8 @@ impl Local {
         let bytes = sizes(&whole, dtype_grad, own_rows, packed);
         let mut own = whole.clone();
         own.dims.seqlen_q = own_rows[0];
-        // A rank without queries that says neither has LSE and a bias as the other ranks have them.
+        // A rank without queries that asks for no LSE and no bias is treated as if it asked for those that the
+        // other ranks have.
         let no_rows = ranks.own_rows_q == 0;
         let (no_lse, no_bias) = (no_rows && !whole.write_lse, no_rows && given.bias_kind == FMHA_BIAS_NONE);
         let mut problem = Problem::new(whole, q).keys(k).as_others(no_lse, no_bias);
@@ -230,8 +231,8 @@ unsafe fn partition(
     Partition::new(rows, by_rank).map_err(|error| refused(field, error.to_string()))
 }
 
-/// The problem of one device that has the whole, contiguous: the strides of a rank's rows would make its rows
-/// overlap.
+/// The problem of one device that has all rows, with contiguous strides: with the strides of a rank's tensors, rows
+/// of the whole would overlap.
 fn contiguous(given: &FmhaProblem) -> FmhaProblem {
     let (heads_q, heads_kv) = (given.num_heads_q, given.num_heads_kv);
     FmhaProblem {
@@ -249,7 +250,7 @@ fn dense(rows: i64, heads: i64, dim: i64) -> FmhaStrides {
     FmhaStrides { batch_stride, seqlen_stride, head_stride: dim, dim_stride: 1 }
 }
 
-/// Refuses a rank's tensor whose rows do not lie one after another.
+/// Returns an error unless the rows of this rank's tensor lie one after another.
 fn rows_are_contiguous(
     call: &FmhaProblem,
     gradients: Option<&FmhaGradients>,

@@ -1,4 +1,4 @@
-//! Attention written out with candle's own operations in f64, and numbers to try it on.
+//! Reference attention in f64, written in candle's own operations, and random inputs for it.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::sync::OnceLock;

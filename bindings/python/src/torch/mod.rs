@@ -146,7 +146,7 @@ unsafe fn execute(
     Ok((results, list))
 }
 
-/// A score and a mask as code, as an operator takes them.
+/// The score and mask code of a call, with their captures, as an operator takes them.
 struct Taken {
     texts: [CString; 2],
     /// Owner of the names that `captured` points to.
@@ -189,7 +189,7 @@ impl Taken {
         Ok(Self { texts: [score?, mask?], _names: names, tensors, captured, wanted })
     }
 
-    /// The gradients that are wanted, noted beside what they are of.
+    /// Makes the gradients of captured tensors that are wanted, and stores each beside its tensor.
     fn gradients(&mut self, shims: &'static Shims, request: &Request) -> Result<Vec<Owned>, Wrong> {
         let mut gradients = vec![];
         let leaves_out = leaves_rows_out(request, Slot::Dbias);
@@ -304,14 +304,14 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// A gradient, of the shape and type of what it is of.
+    /// A new gradient, in the shape and type of the tensor `of`.
     fn gradient(&mut self, slot: Slot, of: Slot) -> Result<(), Wrong> {
         let of = *self.request.required(of)?;
         attention_type(name(slot), &of)?;
         self.make(slot, of.shape(), of.dtype, of.device)
     }
 
-    /// Returns a placeholder for a result that is not wanted.
+    /// Returns an empty tensor in place of a result that is not wanted.
     fn nothing(&mut self, device: Device) -> Result<(), Wrong> {
         self.results.extend(self.torch.map(|shims| shims.empty(&[0], FMHA_F32, device)).transpose()?);
         Ok(())

@@ -28,13 +28,13 @@ pub(super) enum Take {
     OptionalWritten,
 }
 
-/// Form in which an operator takes its numbers.
+/// The form in which an operator takes its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spelt {
-    /// The first so many of [`NUMBERS`], each as an argument.
+    /// The first of [`NUMBERS`], as many as stated, each as an argument of its own.
     Each(usize),
-    /// One number under which they were kept. An argument costs torch and Python 0.1 us; 13 of them are a
-    /// third of what a call of Q, K and V costs on the host.
+    /// One argument: the index under which the numbers were kept. Each argument costs torch and Python 0.1 us; 13
+    /// of them are a third of what a call of Q, K and V costs on the host.
     Kept,
 }
 
@@ -267,7 +267,7 @@ pub(super) static OPERATORS: [Operator; 13] = [
         results: plain_gradients,
         kernel: kernel::<6>,
     },
-    // `plain` where nobody asks for the LSE: an allocation less, and nothing of it is written.
+    // Like `plain`, without the LSE as a result: one allocation less, and no LSE is written.
     Operator {
         name: "plain_o",
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
@@ -278,7 +278,7 @@ pub(super) static OPERATORS: [Operator; 13] = [
         results: |making| outputs(making, false),
         kernel: kernel::<7>,
     },
-    // Partial gradients: added as they are, `combine` without an LSE.
+    // Adds partial gradients: `combine` without LSE.
     Operator {
         name: "add_parts",
         tensors: &[(Slot::OParts, Given)],
@@ -370,7 +370,7 @@ pub(super) static OPERATORS: [Operator; 13] = [
     },
 ];
 
-/// The type of an O that is made: what was asked for, else that of what it is made from, bf16 for FP8.
+/// The type of the O that is made: the type asked for, else that of `from`; bf16 if `from` is FP8.
 fn dtype_o(request: &Request, from: &Tensor) -> i32 {
     match request.numbers.dtype_o {
         asked @ 0.. => i32::try_from(asked).unwrap_or(crate::tensor::OTHER),
@@ -419,7 +419,8 @@ fn plain_gradients(making: &mut Making<'_>) -> Result<(), Wrong> {
     making.gradient(Slot::Dv, Slot::V)
 }
 
-/// dQ, dK, dV, dBias, dSink. What nobody wants is a tensor of no elements: an operator's results are always there.
+/// dQ, dK, dV, dBias and dSink. A gradient that is not wanted is an empty tensor: an operator always returns all of
+/// its results.
 fn gradients(making: &mut Making<'_>) -> Result<(), Wrong> {
     plain_gradients(making)?;
     let device = making.request.required(Slot::Q)?.device;

@@ -17,19 +17,20 @@ use crate::tensor::{BOOL, Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U3
 /// `StableIValue`: a tensor's handle, an integer, the bits of an f64, or for an optional 0 or the address of one.
 pub(super) type Value = u64;
 
-/// A kernel: arguments on the stack, results from its start.
+/// A kernel of an operator: it reads its arguments from the stack and writes its results there from the start.
 pub(super) type Kernel = unsafe extern "C-unwind" fn(*mut Value, u64, u64);
 
 type Handle = *mut c_void;
 type Code = i32;
 
-/// The build version that is stated where the interface asks for one: its first with all that is used here.
+/// The PyTorch version that is stated where the interface asks for one: the first that has every function used
+/// here.
 const VERSION_2_10: u64 = 2 << 56 | 10 << 48;
 
 /// Declares the functions that are looked up by name.
 macro_rules! shims {
     ($($name:ident: $type:ty;)*) => {
-        /// The functions; each has its name in PyTorch's headers.
+        /// Pointers to PyTorch's C functions; each has the name that PyTorch's headers give it.
         #[allow(non_snake_case)]
         pub(super) struct Shims {
             $($name: $type,)*
@@ -261,7 +262,7 @@ impl Shims {
         }
     }
 
-    /// The code by which torch knows a type of ours.
+    /// The code by which torch denotes one of our element types.
     fn their_dtype(&self, ours: i32) -> i32 {
         self.dtypes.iter().find(|&&(_, own)| own == ours).map_or(-1, |&(theirs, _)| theirs)
     }
@@ -407,7 +408,7 @@ impl Shims {
         }
         tensor.dtype =
             self.dtypes.iter().find(|&&(theirs, _)| theirs == dtype).map_or(OTHER, |&(_, ours)| ours);
-        // A storage may have been freed or shrunk under its tensors.
+        // The memory of a tensor may have been freed or shrunk after the tensor was made.
         let spanned =
             tensor.spanned_elems().saturating_add(offset).saturating_mul(element_bytes(tensor.dtype));
         if spanned > storage && !tensor.shape().contains(&0) {
@@ -453,7 +454,7 @@ impl Shims {
 }
 
 impl Owned {
-    /// Puts zeros into all of it, in the order of the current stream.
+    /// Fills the tensor with zeros, queued on the current stream.
     ///
     /// # Errors
     /// Where torch does not.
@@ -466,7 +467,7 @@ impl Owned {
     }
 }
 
-/// A tensor's handle that goes back when dropped.
+/// A handle of a torch tensor, which is released when dropped.
 pub(super) struct Owned {
     shims: &'static Shims,
     handle: Handle,

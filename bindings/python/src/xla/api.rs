@@ -3,10 +3,10 @@
 
 use std::ffi::{CStr, c_char, c_void};
 
-/// The version that is stated where the framework states none.
+/// The API version that is stated where the framework states none.
 const VERSION: (i32, i32) = (0, 3);
 
-/// `XLA_FFI_Extension_Metadata`: the handler is asked for its version, not called.
+/// `XLA_FFI_Extension_Metadata`: the framework asks for the handler's API version, and makes no call.
 const METADATA: i32 = 1;
 
 /// `XLA_FFI_Error_Code_INVALID_ARGUMENT`.
@@ -15,7 +15,8 @@ const INVALID_ARGUMENT: i32 = 3;
 /// `XLA_FFI_AttrType_ARRAY`.
 const ARRAY: i32 = 1;
 
-/// XLA refuses to allocate memory that is to be aligned to more bytes (`Unsupported alignment: 256`, jaxlib 0.11.2).
+/// The greatest alignment in bytes for which XLA allocates memory; it refuses more (`Unsupported alignment: 256`,
+/// jaxlib 0.11.2).
 const MOST_ALIGNED: usize = 16;
 
 /// `XLA_FFI_DataType_S64`.
@@ -64,7 +65,7 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    /// Sizes of its axes, outermost first.
+    /// Sizes of the buffer's axes, outermost first.
     pub(super) fn shape(&self) -> &[i64] {
         // SAFETY: the framework lends as many sizes as there are axes while the call lasts; of none, no address.
         unsafe { lent(self.dims, self.rank) }
@@ -146,7 +147,7 @@ struct ErrorText {
     extension: *mut Extension,
     error: *mut XlaError,
     message: *const c_char,
-    /// Written from API 0.4 on, so it has to be there.
+    /// The framework writes this field from API 0.4 on, so the struct must have it.
     code: i32,
 }
 
@@ -223,7 +224,7 @@ struct Api {
     ordinal_get: Option<Function<OrdinalGet>>,
 }
 
-/// A struct of arguments: its size, no extension, and the rest.
+/// Declares a struct of arguments: its size, no extension, then the given fields.
 macro_rules! arguments {
     ($type:ident { $($field:ident: $value:expr),* $(,)? }) => {
         $type { struct_size: size_of::<$type>(), extension: std::ptr::null_mut(), $($field: $value),* }
@@ -261,8 +262,8 @@ impl CallFrame {
                     let theirs = self.api.as_ref().map(|api| (api.version.major, api.version.minor));
                     let stated = theirs.filter(|&version| version < VERSION).unwrap_or(VERSION);
                     ((*metadata).version.major, (*metadata).version.minor) = stated;
-                    // The trait COMMAND_BUFFER_COMPATIBLE is not set: scratch of a captured call would belong
-                    // to others when it is replayed.
+                    // The trait COMMAND_BUFFER_COMPATIBLE is not set: when a captured call is replayed, its scratch
+                    // would belong to other calls.
                     (*metadata).traits = 0;
                     true
                 }
@@ -276,7 +277,7 @@ impl CallFrame {
         unsafe { &*self.api }
     }
 
-    /// The buffers that come in.
+    /// The input buffers of the call.
     pub(super) fn arguments(&self) -> &[&Buffer] {
         // SAFETY: the framework lends as many buffers as it says, none of them null.
         unsafe { lent(self.arguments.buffers.cast(), self.arguments.size) }
@@ -347,7 +348,7 @@ impl CallFrame {
     /// Where the framework is older than the question, or what it said.
     pub(super) fn ordinal(&self) -> Result<i32, String> {
         let api = self.api();
-        // A table that ends before the function has other bytes in its place.
+        // If the table ends before this function, other bytes are in its place.
         let has = api.struct_size >= std::mem::offset_of!(Api, ordinal_get) + size_of::<usize>();
         let function = has.then_some(()).and(api.ordinal_get).ok_or_else(|| {
             format!("this XLA tells no device's number: its table has {} bytes", api.struct_size)

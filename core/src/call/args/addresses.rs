@@ -1,10 +1,9 @@
-//! Alignment of operands, checked at each call: a plan does not know addresses.
+//! Alignment of operands, checked at each call, because a plan has no addresses.
 
 use crate::error::ProblemError;
 
-/// Checks that operands are aligned as a kernel's loads and stores need it. An operand is its name, its
-/// address, the power of two in bytes that the address must be a multiple of, and whether it matters in this
-/// call.
+/// Checks that operands are aligned as a kernel's loads and stores need it. An operand is a name, an address, a
+/// power of two in bytes (the address must be a multiple of it), and whether this call uses the operand.
 ///
 /// # Errors
 /// The first operand with another alignment, with its address and the bytes.

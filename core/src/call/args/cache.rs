@@ -10,7 +10,7 @@ pub enum CacheSlice<'a> {
     Read(DevSlice<'a>),
     /// Memory that the call appends to, then reads.
     Append(DevSliceMut<'a>),
-    /// V of a problem whose V is the front of K's rows.
+    /// V of a problem whose V is the first elements of K's rows.
     InK,
 }
 
@@ -26,7 +26,8 @@ impl<'a> From<DevSliceMut<'a>> for CacheSlice<'a> {
     }
 }
 
-/// Operands for what a call does with a cache apart from reading it. Each is present if the problem says so.
+/// Operands of a call with a KV cache: the rows to append, the rotary embedding and the tree mask. Each is given
+/// iff the problem has it.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct CacheArgs<'a> {

@@ -28,7 +28,7 @@ const F32: ElemType = ElemType::Number(DType::F32);
 const I32: ElemType = ElemType::I32;
 const U32: ElemType = ElemType::U32;
 
-/// Checks forward arguments against their problem and the plan's workspace: each there iff wanted, in
+/// Checks forward arguments against their problem and the plan's workspace: each given iff the problem has it, in
 /// `space`, large enough, aligned to its elements, and no output over an input or another output.
 ///
 /// # Errors
@@ -281,24 +281,24 @@ impl Access {
     }
 }
 
-/// An argument that has passed, and the bytes the call touches of it.
+/// An argument that passed the check, and the bytes of it that the call touches.
 struct Operand {
     name: &'static str,
     access: Access,
     touched: u64,
-    /// Strides, shape and type by which tensors of one buffer interleave; `None` for memory that is no
-    /// tensor.
+    /// Strides, shape and type of a tensor, to decide whether two tensors of one buffer interleave; `None` for
+    /// memory that is no tensor.
     lattice: Option<(Strides, Shape, DType)>,
 }
 
 struct Operands {
     space: MemorySpace,
-    /// A call allocates nothing, unless it merges a dozen parts or more.
+    /// Every operand of the call. A call allocates nothing here, unless it merges a dozen parts or more.
     all: SmallVec<[Operand; 24]>,
 }
 
-/// Names of a call's masks as data in the order of [`MaskArgs::tensors`], their types and, of those that the problem
-/// has, the bytes that they reach.
+/// Names of a call's tensors of masks as data, in the order of [`MaskArgs::tensors`], with their types and, for
+/// each that the problem has, the bytes that the call reads.
 pub(crate) fn mask_tensors(
     problem: &FwdProblem,
     totals: Totals,
@@ -332,7 +332,7 @@ pub(crate) fn mask_tensors(
 /// Checks the lengths and masks as data that a mask object is built from.
 ///
 /// # Errors
-/// The first that does not fit, with both byte counts.
+/// The first tensor that does not fit, with both byte counts.
 pub(crate) fn check_build(
     problem: &FwdProblem,
     seq: &SeqArgs<'_>,
@@ -394,7 +394,7 @@ impl Operands {
                 );
                 batch * u64::from(table.max_pages)
             }
-            // The page of each sequence's first key, at least.
+            // Pages are at least one for each sequence: the page of its first key.
             (Some(_), None) => batch,
             (None, _) => 0,
         };
@@ -452,12 +452,12 @@ impl Operands {
             let access = slice.as_ref().map(Access::input);
             self.optional(name, access, bytes.is_some(), elem, bytes.unwrap_or(0), 4)?;
         }
-        // An output over an object's lists would change them while they are walked.
+        // An output that overlaps the mask object's lists would change them while the kernel reads them.
         let Some(memory) = args.built.map(MaskObject::memory) else { return Ok(()) };
         self.push("mask", Access::input(&memory), memory.elem(), memory.bytes(), 1, None)
     }
 
-    /// Checks the operands of a second cache as those of a call over it alone.
+    /// Checks the operands of a second cache like those of a call on the second cache alone.
     fn second(&mut self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
         let call = match (&problem.second, args.second) {
             (None, None) => return Ok(()),
@@ -556,7 +556,7 @@ impl Operands {
         Ok(())
     }
 
-    /// K or V: written iff the problem appends, no memory of its own iff V lies in K.
+    /// Checks K or V: written iff the problem appends, without memory of its own iff V lies in K.
     fn cache(
         &mut self,
         name: &'static str,
@@ -634,7 +634,7 @@ impl Operands {
         }
         for (name, slice, wanted) in [("k_new", &cache.k_new, k_new), ("v_new", &cache.v_new, v_new)] {
             if let Some((strides, shape, dtype)) = wanted {
-                // The arguments say how many packed rows there are.
+                // Arguments give the number of packed rows.
                 check_input(name, strides, shape, dtype)?;
             }
             self.optional_tensor(name, slice.as_ref().map(Access::input), wanted)?;
@@ -689,7 +689,7 @@ impl Operands {
         }
     }
 
-    /// An i32, u32 or f32 array that the call reads, there iff wanted.
+    /// Checks an i32, u32 or f32 array that the call reads, given iff the problem has it.
     #[inline(always)]
     fn read(
         &mut self,
@@ -710,7 +710,7 @@ impl Operands {
         wanted: bool,
         (elem, elems): (ElemType, u64),
     ) -> Result<(), ProblemError> {
-        // No address space has as many bytes as a saturated product.
+        // A product that saturates is more bytes than any address space has, so the check fails.
         self.optional(name, access, wanted, elem, elems.saturating_mul(4), 4)
     }
 
@@ -722,7 +722,8 @@ impl Operands {
         self.optional("workspace", access, needed, ElemType::Scratch, wanted.bytes, Workspace::ALIGN)
     }
 
-    /// Most of a call's operands are neither given nor wanted: a comparison each, where it is asked.
+    /// Checks an operand that may be absent. Most operands of a call are neither given nor needed and cost one
+    /// comparison.
     #[inline(always)]
     fn optional(
         &mut self,
@@ -768,7 +769,7 @@ impl Operands {
         align: usize,
         lattice: Option<(Strides, Shape, DType)>,
     ) -> Result<(), ProblemError> {
-        // A mask in place of a division: alignments are powers of two.
+        // A mask replaces a division: alignments are powers of two.
         let aligned = touched == 0 || access.address & (align - 1) == 0;
         if access.space != self.space || access.bytes < touched || !aligned || !access.elem.serves(elem) {
             return Err(self.misfit(name, &access, elem, touched, align));
@@ -802,7 +803,7 @@ impl Operands {
         ProblemError::new(name, text)
     }
 
-    /// No output shares a byte with another operand: slices of one buffer may lie between each other's rows.
+    /// Checks that no output shares a byte with another operand. Slices of one buffer may interleave row by row.
     fn disjoint(&self) -> Result<(), ProblemError> {
         for (index, output) in self.all.iter().enumerate().filter(|(_, operand)| operand.access.writes) {
             for (other_index, other) in self.all.iter().enumerate() {
@@ -818,7 +819,7 @@ impl Operands {
 }
 
 impl Operand {
-    /// Whether a byte of either lies between the other's first and last.
+    /// Whether the address ranges of the two operands overlap, from the first to the last byte of each.
     #[inline]
     fn spans_meet(&self, other: &Operand) -> bool {
         let (a, b) = (self.access.address as u128, other.access.address as u128);
@@ -835,7 +836,7 @@ impl Operand {
         }
     }
 
-    /// Refuses an operand that shares a byte with this output.
+    /// Refuses another operand that shares a byte with this output.
     #[cold]
     fn apart_from(&self, other: &Operand) -> Result<(), ProblemError> {
         let (verb, why) = match self.lattice().meets(&other.lattice()) {

@@ -15,25 +15,26 @@ use crate::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
-    /// Bytes without a type: a buffer's, a file's. A call reads them as its problem says.
+    /// Bytes without a type, such as those of a buffer or a file. A call takes them for the type that its problem
+    /// has.
     Bytes,
-    /// Numbers of a tensor, or of an f32 array.
+    /// Numbers of a tensor's data type, or of an f32 array.
     Number(DType),
     /// Lengths, offsets and pages.
     I32,
-    /// Words of a tree mask; ends and flags of pieces of keys.
+    /// Unsigned 32-bit words: of a tree mask, and ends and flags of pieces of keys.
     U32,
     /// Pairs of E2M1 numbers, a byte each.
     E2m1Pair,
-    /// Powers of two that scale blocks, a byte each.
+    /// Scales of blocks: powers of two in one byte each.
     E8m0,
-    /// A workspace's bytes: they hold anything, another process's numbers among it, so nothing but a kernel that has
-    /// written them reads them.
+    /// Scratch bytes of a workspace. They may hold anything, such as another process's data, so only a kernel that
+    /// has written them reads them.
     Scratch,
 }
 
 impl ElemType {
-    /// Whether memory of this type serves where `wanted` is.
+    /// Whether memory of this type can be used where `wanted` is required.
     #[must_use]
     #[inline]
     pub fn serves(self, wanted: Self) -> bool {
@@ -53,7 +54,8 @@ impl ElemType {
         }
     }
 
-    /// Type of memory that is declared to be `elem`. A known type stays, except for the sign of words.
+    /// Type of memory after it is declared as `elem`. A known type stays, except that i32 and u32 replace each
+    /// other.
     pub(crate) fn retyped(self, elem: Self) -> Self {
         match (self, elem) {
             (Self::Bytes, _) | (Self::I32 | Self::U32, Self::I32 | Self::U32) => elem,
@@ -82,8 +84,8 @@ impl fmt::Display for ElemType {
     }
 }
 
-/// Type of a buffer's elements, and its source. A call sets the type of what it writes, and the next call may
-/// set another. Memory that was uploaded or allocated with a type can be written as that type alone.
+/// Type of a buffer's elements, and whether a call or the user set it. A call sets the type of its outputs, and a
+/// later call may set another. Memory that was uploaded or allocated with a type can only be written as that type.
 #[derive(Debug)]
 pub(crate) struct Told(AtomicU8);
 

@@ -44,7 +44,7 @@ pub struct DevSlice<'a> {
     memory: PhantomData<&'a [u8]>,
 }
 
-/// Memory that a call writes, and that nothing else touches until the call is done.
+/// Memory that a call writes, and that nothing else accesses until the call is done.
 #[derive(Debug)]
 pub struct DevSliceMut<'a> {
     space: MemorySpace,
@@ -83,8 +83,8 @@ impl<'a> DevSlice<'a> {
         }
     }
 
-    /// Memory of any kind, of elements of this type; of 0 bytes, at any address, null among them.
-    /// [`ElemType::Bytes`] is what nobody knows the type of: every call takes it for what its problem says.
+    /// Memory in any space, with elements of this type. A slice of 0 bytes may have any address, also null.
+    /// [`ElemType::Bytes`] is an unknown type: every call takes it for the type that its problem has.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is readable memory of `space` that lives, and is not written by others,
@@ -106,7 +106,7 @@ impl<'a> DevSlice<'a> {
         Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
-    /// The type of its elements.
+    /// The type of the slice's elements.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem
@@ -144,7 +144,7 @@ impl<'a> DevSlice<'a> {
         if self.space != MemorySpace::Host {
             return None;
         }
-        // The address of nothing may be null, which a slice's may not.
+        // An empty slice here may have a null address, but a Rust slice may not.
         let ptr = if self.bytes == 0 { std::ptr::dangling() } else { self.ptr };
         // SAFETY: `from_raw` or `host` promised readable host memory for 'a.
         Some(unsafe { std::slice::from_raw_parts(ptr, self.bytes as usize) })
@@ -176,7 +176,7 @@ impl<'a> DevSliceMut<'a> {
         Self { space, ptr, bytes, elem: elem.into(), told: None, memory: PhantomData }
     }
 
-    /// A buffer's memory, which is told what calls write there.
+    /// A buffer's memory. A call that writes it notes the type in `told`.
     ///
     /// # Safety
     /// As [`from_raw`](Self::from_raw).
@@ -270,7 +270,7 @@ pub struct BlockTable<'a> {
     pub max_pages: u32,
 }
 
-/// Lengths and places, read where the kernel runs; totals, which the host knows.
+/// Lengths and positions of the sequences, read by the kernel, and totals, which the host needs.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct SeqArgs<'a> {
@@ -293,14 +293,14 @@ pub struct SeqArgs<'a> {
     pub indices: Option<DevSlice<'a>>,
     /// i32 `[batch]`, or one for each token: entries of the lists in use, iff the problem says so.
     pub topk_length: Option<DevSlice<'a>>,
-    /// Words that announce the pieces of K and V, iff the problem's [`arrivals`](crate::FwdProblem::arrivals)
-    /// is not 0.
+    /// Flags that say which pieces of K and V have arrived, given iff the problem's
+    /// [`arrivals`](crate::FwdProblem::arrivals) is not 0.
     pub arrivals: Option<Arrivals<'a>>,
 }
 
-/// K and V that come while the call runs, in `n` pieces of rows: a kernel reads rows of a piece once its flag
-/// is not 0. What writes a piece writes its flag afterwards, with a barrier of the whole system between; it
-/// is queued before the call, and needs no multiprocessor.
+/// K and V that arrive while the call runs, in `n` pieces of rows: a kernel reads rows of a piece once its flag is
+/// not 0. The sender writes a piece first and its flag afterwards, with a memory barrier of system scope between.
+/// The sender is queued before the call and uses no multiprocessor.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrivals<'a> {
     /// u32 `[n]`: one past each piece's last row of every sequence. Ascending; the last is `seqlen_k`.
@@ -309,7 +309,7 @@ pub struct Arrivals<'a> {
     /// than 0 there tells every waiting thread to go on with the data that has arrived. A thread that waits
     /// for piece `i` beyond the timeout writes `i + 1` there, and the results of the call are not valid.
     pub flags: DevSlice<'a>,
-    /// Bits of the pieces that are there before the call.
+    /// Bit mask of the pieces that have arrived before the call.
     pub here: u64,
     /// Nanoseconds that a thread waits for a piece.
     pub timeout_ns: u64,
@@ -333,16 +333,16 @@ pub struct ScoreArgs<'a> {
     pub descale_v: Option<DevSlice<'a>>,
     /// Scales of Q's blocks, iff the problem has [`block_scales`](crate::FwdProblem::block_scales).
     pub block_scale_q: Option<DevSlice<'a>>,
-    /// Scales of K's blocks, likewise.
+    /// Block scales of K, in the form of those of Q.
     pub block_scale_k: Option<DevSlice<'a>>,
-    /// Scales of V's blocks, likewise.
+    /// Block scales of V, in the form of those of Q.
     pub block_scale_v: Option<DevSlice<'a>>,
     /// The tensors that score and mask capture, one for each of the problem's
     /// [`Code::captured`](crate::Code::captured).
     pub captured: &'a [DevSlice<'a>],
     /// The numbers that score and mask capture, one for each of [`Code::numbers`](crate::Code::numbers).
     pub numbers: &'a [Number],
-    /// Position of the dropout generator; given iff the problem has dropout.
+    /// Position of the dropout generator, given iff the problem has dropout.
     pub dropout: Option<DropoutSeed>,
 }
 
@@ -363,12 +363,12 @@ pub struct MaskArgs<'a> {
     pub full_kv_num_blocks: Option<DevSlice<'a>>,
     /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
     pub full_kv_indices: Option<DevSlice<'a>>,
-    /// Mask object that the tensors are [of](crate::MaskObject::args), and whose lists of tiles the call walks.
+    /// Mask object that the tensors [belong to](crate::MaskObject::args); the call reads its lists of tiles.
     pub built: Option<&'a MaskObject>,
 }
 
-/// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not
-/// written out:
+/// The pointers of a forward call, made by [`FwdArgs::new`] and setters. Later versions may add fields, so a struct
+/// literal does not compile:
 ///
 /// ```compile_fail,E0639
 /// use fmha_core::{CacheArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};
@@ -509,7 +509,7 @@ pub struct BwdArgs<'a> {
 pub struct PartialResult<'a> {
     /// O of this part.
     pub o: DevSlice<'a>,
-    /// LSE of this part, f32 `[batch, num_heads_q, seqlen_q]`; not read where parts are added.
+    /// LSE of this part, f32 `[batch, num_heads_q, seqlen_q]`; not read if the merge only adds the parts.
     pub lse: DevSlice<'a>,
 }
 

@@ -1,15 +1,16 @@
-//! Whether two strided tensors share a byte, though their address ranges meet: slices of one fused buffer do not.
+//! Decides whether two strided tensors with overlapping address ranges share a byte: slices of one fused buffer do
+//! not.
 
 use smallvec::SmallVec;
 
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 
-/// Most nodes that a search visits: some tens of microseconds. Tensors with nested strides, such as slices of
-/// one buffer, take a handful.
+/// Limit of the nodes that a search visits, which takes some tens of microseconds. Tensors with nested strides,
+/// such as slices of one buffer, need a handful.
 const MAX_NODES: u32 = 4096;
 
-/// Beyond it sums of two tensors' reaches would not fit 64 bits.
+/// Limit of a tensor's extent in bytes: with more, the sum of two extents would not fit 64 bits.
 const MAX_REACH: u64 = 1 << 62;
 
 /// Relation of two tensors whose address ranges overlap.
@@ -83,7 +84,8 @@ impl Lattice {
         }
         // A shared byte is a solution of
         //     address + sum x step = other.address + sum y other_step,    0 <= x, y <= last.
-        // With last - y for y all terms stand on one side: which numbers up to 2^63 are sums of multiples?
+        // Replacing y by last - y puts all terms on one side; the question is then whether a number up to 2^63 is a
+        // sum of multiples of the steps.
         let (ahead, behind) = (self.address as u64, other.address as u64);
         let target = match behind.checked_sub(ahead) {
             Some(apart) if apart > reach => return Meeting::Apart,
@@ -101,18 +103,18 @@ impl Lattice {
     }
 }
 
-/// One side of the equation: a step, its multiples, and what all smaller steps have in common.
+/// A term of the equation: a step, how many multiples it may have, and the common divisor of all smaller steps.
 #[derive(Clone, Copy, Debug)]
 struct Term {
     axis: Axis,
     /// Sum of the smaller terms' reaches.
     below: u64,
-    /// Greatest common divisor of this step and of all smaller ones but those of the run of single bytes.
+    /// Greatest common divisor of this step and of all smaller steps, except the run of single bytes.
     divisor: u64,
 }
 
-/// Terms by ascending step, the run of single bytes first. Two whose sums leave no multiple out become one: rows that
-/// touch are one row.
+/// Terms by ascending step, the run of single bytes first. Two terms are joined if their sums have no gap: rows
+/// without a gap are one row.
 fn joined(axes: impl Iterator<Item = Axis>) -> SmallVec<[Term; 10]> {
     let mut axes: SmallVec<[Axis; 10]> = axes.filter(|axis| axis.step > 0 && axis.last > 0).collect();
     axes.sort_unstable_by_key(|axis| axis.step);
@@ -136,14 +138,14 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Whether the first `count` terms have `target` as a sum; `None` where the search gave up.
+    /// Whether the first `count` terms can sum to `target`; `None` if the search gave up.
     fn has_sum(&mut self, count: usize, target: u64) -> Option<bool> {
         let Some((&Term { axis, below, divisor }, smaller)) =
             self.terms[..count].split_last().filter(|(_, smaller)| !smaller.is_empty())
         else {
             return Some(target <= self.terms[0].axis.last);
         };
-        // Multiples of the divisor, each followed by the run of bytes, are all that these terms reach.
+        // Sums of these terms are only multiples of the divisor, each followed by the run of bytes.
         if target % divisor > self.terms[0].axis.last {
             return Some(false);
         }
@@ -208,7 +210,7 @@ mod tests {
         prop_oneof![Just(DType::E4m3Fn), Just(DType::Bf16), Just(DType::F32)]
     }
 
-    /// Any strides, those of 0 among them, over a few elements.
+    /// Tensors of few elements with any strides, also strides of 0.
     fn any_tensor() -> impl Strategy<Value = Tensor> {
         let axis = || (0i64..40, 1u32..5);
         (0usize..160, dtype(), axis(), axis(), axis(), axis()).prop_map(|(address, dtype, d, h, s, b)| {
@@ -248,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_search_that_would_take_too_long_gives_up_and_calls_nothing_apart() {
-        // Steps without a common divisor: 10^13 sums of them over 10^18 bytes, none of them the one wanted.
+        // Steps without a common divisor: 10^13 sums of them over 10^18 bytes, and none equals the target.
         let lattice = |address, batch, seq| {
             let strides = Strides { batch, seq, head: 0, dim: 1 };
             Lattice::strided(

@@ -12,7 +12,8 @@ pub struct SecondArgs<'a> {
     pub k: DevSlice<'a>,
     /// V of the second cache; `None` where V lies in K's rows.
     pub v: Option<DevSlice<'a>>,
-    /// Lengths, places and lists of its keys; what says where queries lie is the call's own, and `None` here.
+    /// Lengths, pages and lists of the second cache's keys. Fields about queries are `None` here, since the call's
+    /// own `seq` has them.
     pub seq: SeqArgs<'a>,
     /// Endpoints of its intervals, iff it has some.
     pub intervals: Option<DevSlice<'a>>,
@@ -26,13 +27,13 @@ impl<'a> SecondArgs<'a> {
     }
 
     setters! {
-        /// Lengths, places and lists of its keys.
+        /// Lengths, block table and lists of the second cache's keys.
         seq: SeqArgs<'a> => seq;
-        /// Endpoints of its intervals.
+        /// Endpoints of the intervals of the second cache's keys.
         intervals: impl Into<Option<DevSlice<'a>>> => intervals;
     }
 
-    /// Lengths and places of a call over this cache alone: the queries of `first`, these keys.
+    /// Lengths and places of a call on this cache alone: queries from `first`, keys from here.
     #[must_use]
     pub fn seq_beside(&self, first: &SeqArgs<'a>) -> SeqArgs<'a> {
         SeqArgs {

@@ -1,4 +1,4 @@
-//! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
+//! Arguments built by name: `new` takes what every call has, setters named like the fields take the rest.
 
 use super::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
@@ -125,8 +125,7 @@ impl<'a> MaskArgs<'a> {
         full_kv_indices: impl Into<Option<DevSlice<'a>>> => full_kv_indices;
     }
 
-    /// The tensors, each where it is given: intervals, bits, counts and indices of the partial list and of the full
-    /// one.
+    /// The tensors that are given: intervals, bits, and counts and indices of the partial and the full list.
     pub(crate) fn tensors(&self) -> [Option<DevSlice<'a>>; 6] {
         [
             self.intervals,
@@ -170,7 +169,7 @@ impl<'a> FwdArgs<'a> {
         v_scale: impl Into<Option<CacheSlice<'a>>> => v_scale;
         /// Operands of the cache's use.
         cache: CacheArgs<'a> => cache;
-        /// f32 `[1]`, iff the problem has it.
+        /// Factor of FP8 O, f32 `[1]`, iff the problem has it.
         scale_o: impl Into<Option<DevSlice<'a>>> => scale_o;
         /// The dropout keep mask, iff the problem writes it.
         keep_mask: impl Into<Option<DevSliceMut<'a>>> => keep_mask;

@@ -1,4 +1,4 @@
-//! A device that is open: what plans are made on and run on.
+//! An open device, on which plans are made and run.
 
 mod stream;
 #[cfg(test)]
@@ -33,8 +33,8 @@ use crate::roofline::Roofline;
 use crate::sparse::ValidChoose;
 use crate::tune::Tune;
 
-/// A device that can run attention: a backend that is open, with all the kernels that it has loaded. A copy is cheap
-/// and is the same device.
+/// A device that can run attention: an open backend with the kernels that it has loaded. A clone is cheap and
+/// refers to the same device.
 ///
 /// ```text
 /// device.plan_fwd(&problem, &options)?     chooses and compiles; may take seconds the first time
@@ -95,7 +95,7 @@ impl Device {
         self.0.roofline(dtype)
     }
 
-    /// Every kernel that it has, best first.
+    /// Names of all kernels of the device's backend, best first.
     #[must_use]
     pub fn kernels(&self) -> Vec<&'static str> {
         self.0.kernels()
@@ -119,7 +119,7 @@ impl Device {
         self.0.memory()
     }
 
-    /// The device's part in memory that processes of a host share, if it has one.
+    /// The device's interface to memory that processes of one host share, if it has one.
     #[must_use]
     pub fn peers(&self) -> Option<&dyn Peers> {
         self.0.peers()
@@ -226,13 +226,14 @@ impl Device {
         Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths, one.is_some(), folded))
     }
 
-    /// Whether work is queued and a run returns before it is done. Without streams a run computes before it returns.
+    /// Whether a run returns before its work is done. A device without streams computes before the run returns.
     #[must_use]
     pub fn has_streams(&self) -> bool {
         self.0.queues().is_some()
     }
 
-    /// Whether it has a clock of its own: an emulated device has none, and the CPU is timed by the host's.
+    /// Whether the device has a clock of its own: an emulated device has none, and the CPU is timed by the host's
+    /// clock.
     #[must_use]
     pub fn has_clock(&self) -> bool {
         self.0.queues().is_some_and(Queues::has_clock)
@@ -265,7 +266,7 @@ impl Device {
     /// Waits until the work of the default stream is done.
     ///
     /// # Errors
-    /// What the driver said, of that work too.
+    /// What the driver said, which includes failures of that work.
     pub fn synchronize(&self) -> Result<()> {
         match self.queues()? {
             // SAFETY: the default stream is always there.
@@ -280,10 +281,10 @@ impl Device {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The device's queues; none where a run computes before it returns.
+    /// The device's queues; `None` if a run computes before it returns.
     ///
     /// # Errors
-    /// That it only plans.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) for a device that only plans.
     pub(crate) fn queues(&self) -> Result<Option<&dyn Queues>> {
         match self.0.queues() {
             Some(queues) => Ok(Some(queues)),

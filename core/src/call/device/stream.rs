@@ -1,4 +1,4 @@
-//! A device's queues, moments on them, and what was recorded of them.
+//! A device's queues, events on them, and recordings of their work.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -6,7 +6,7 @@ use super::Device;
 use crate::error::{Error, ProblemError, Result};
 use crate::queues::Queues;
 
-/// A queue of a device's work, ended when it is dropped; work that it still has is done nevertheless.
+/// A queue of a device's work. Dropping it destroys the queue; work that is still queued is completed.
 ///
 /// Safe code has no other way to a stream than its device's:
 ///
@@ -21,7 +21,7 @@ pub struct Stream {
     /// The driver's own. 0: the default stream.
     pub(super) handle: u64,
     pub(super) owned: bool,
-    /// Whether a recording may have calls that drop, since it is replayed for its time alone.
+    /// Whether a recording may contain calls with dropout, because its replays only measure time.
     repeats_masks: AtomicBool,
 }
 
@@ -33,8 +33,8 @@ impl Stream {
     /// A stream of the caller's own (a `CUstream`, a `hipStream_t`; 0 is the default one), which stays the caller's.
     ///
     /// # Safety
-    /// `handle` is a stream of the context that `device` computes in, and lives until this is dropped and its
-    /// work done.
+    /// `handle` is a stream of the context that `device` computes in, and lives until this value is dropped and its
+    /// work is done.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, handle: u64) -> Self {
         Self::new(device, handle, false)
@@ -55,7 +55,7 @@ impl Stream {
     /// Waits until all work queued on the stream is done.
     ///
     /// # Errors
-    /// What the driver said, of that work too.
+    /// What the driver said, which includes failures of that work.
     pub fn synchronize(&self) -> Result<()> {
         match self.device.queues()? {
             // SAFETY: it lives as long as `self`.
@@ -64,7 +64,7 @@ impl Stream {
         }
     }
 
-    /// Lets work that is queued from here on begin when `event` is reached.
+    /// Makes work that is queued on this stream from now on wait until `event` is reached.
     ///
     /// # Errors
     /// `event`, if it is another device's; what the driver said.
@@ -77,8 +77,8 @@ impl Stream {
         }
     }
 
-    /// Seconds, by the device's clock, of the work that `queue` puts on the stream; waits for it. An emulated device's
-    /// seconds are the emulator's.
+    /// Seconds, by the device's clock, that the work takes that `queue` puts on the stream; waits for that work. An
+    /// emulated device's seconds are the emulator's.
     ///
     /// # Errors
     /// What `queue` or the driver said; [`Error::NoDevice`] where there is no such clock.
@@ -90,9 +90,9 @@ impl Stream {
         stop.seconds_since(&start)
     }
 
-    /// Records what `queue` puts on the stream, which is not the default one, instead of running it. Each replay runs
-    /// with the scalars of the recorded calls, so a call whose `p_drop` is above 0 is refused: it would repeat its keep
-    /// mask.
+    /// Records what `queue` puts on the stream, which is not the default one, instead of running it. Each replay
+    /// runs with the scalars of the recorded calls, so a call whose `p_drop` is above 0 is refused: each replay
+    /// would repeat its keep mask.
     ///
     /// # Errors
     /// What `queue` or the driver said; [`Error::NoDevice`] where there are no streams.
@@ -105,8 +105,8 @@ impl Stream {
         Ok(Recording { device: self.device.clone(), graph })
     }
 
-    /// Records like [`capture`](Self::capture), for recordings whose results are not used: calls with dropout
-    /// are recorded too.
+    /// Records like [`capture`](Self::capture), also calls with dropout, for recordings that only measure time and
+    /// whose results are not used.
     pub(crate) fn capture_for_its_time(&self, queue: impl FnMut() -> Result<()>) -> Result<Recording> {
         /// Guard that ends the recording's exception even where `queue` panics.
         struct Reset<'a>(&'a AtomicBool);
@@ -120,7 +120,8 @@ impl Stream {
         self.capture(queue)
     }
 
-    /// Whether a recording from this stream may contain dropout, whose mask each replay repeats.
+    /// Whether a recording from this stream may contain calls with dropout, although each replay repeats their keep
+    /// mask.
     pub(crate) fn repeats_masks(&self) -> bool {
         self.repeats_masks.load(Ordering::Relaxed)
     }
@@ -157,7 +158,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// Makes it the moment when the stream's work so far is done.
+    /// Records the event: it is reached when all work queued on the stream so far is done.
     ///
     /// # Errors
     /// `stream`, if it is another device's; what the driver said.
@@ -220,7 +221,7 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// The device that it was recorded on.
+    /// The device on which the work was recorded.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device

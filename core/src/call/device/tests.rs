@@ -1,5 +1,5 @@
-//! How a call is checked, cleared and launched, and what is ended when, on a device that writes down what it
-//! is asked for.
+//! How a call is checked, cleared and launched, and when streams, events and graphs are destroyed, on a device that
+//! logs each request.
 
 use super::*;
 use crate::toy::{Log, Toy, problem};
@@ -27,7 +27,7 @@ impl Operands {
         let tensor = |elems: u64| memory.alloc(4 * elems).unwrap();
         let shapes = [problem.shape_q(), problem.shape_k(), problem.shape_v()];
         let workspace = (plan.workspace().bytes > 0).then(|| {
-            // An address as the driver gives it: aligned to 256 bytes.
+            // Extra bytes: the driver aligns addresses to 256 bytes.
             memory.alloc(plan.workspace().bytes + 256).unwrap()
         });
         Self {
@@ -179,7 +179,7 @@ fn a_stream_an_event_and_a_recording_of_another_device_are_refused_by_name() {
     assert_eq!(log.take(), ["destroy event 101"]);
 }
 
-/// A replay has the seed of the recording, and with it the keep mask.
+/// A replay repeats the recorded seed and so the keep mask: calls with dropout are recorded only to measure time.
 #[test]
 fn a_call_that_drops_is_not_recorded_but_for_its_time() {
     let (device, log) = open(Toy::on_a_device());
@@ -256,7 +256,7 @@ fn a_plan_that_breaks_a_wish_is_refused_though_its_backend_made_it() {
     assert!(error.contains("toy: deterministic true is not kept"), "{error}");
 }
 
-/// A buffer that safe code uploads is used as the type that it has, or refused.
+/// A buffer that safe code uploads has the uploaded type, and a call with another type refuses it.
 #[test]
 fn a_buffer_knows_the_type_of_what_was_uploaded() {
     let (device, _) = open(Toy::on_a_device());
@@ -266,7 +266,7 @@ fn a_buffer_knows_the_type_of_what_was_uploaded() {
     memory.upload(&[1f32; 16], &mut buffer).unwrap();
     let f32s = ElemType::Number(DType::F32);
     assert_eq!((buffer.slice().elem(), buffer.slice_mut().elem()), (f32s, f32s));
-    // Bytes are of whatever type the buffer has.
+    // Bytes may be uploaded to a buffer of any type.
     memory.upload(&[0u8; 64], &mut buffer).unwrap();
     assert_eq!(buffer.elem(), f32s);
     let said = memory.download(&buffer, &mut [half::bf16::ZERO; 32]).unwrap_err().to_string();
@@ -317,12 +317,12 @@ fn a_buffer_knows_the_type_of_what_a_call_wrote() {
     assert!(said.contains("q has elements of f32, but the problem has it in bf16"), "{said}");
     assert!(memory.download(&o, &mut [half::bf16::ZERO; 8]).is_err());
     run(&of_f32, &o, &mut other).unwrap();
-    // A later call writes another type there, and bytes are uploaded for any.
+    // A later call may write another type there, and bytes may be uploaded to any type.
     run(&of_bf16, &q, &mut o).unwrap();
     assert_eq!((o.elem(), o.slice_mut().as_input().elem()), (DType::Bf16.into(), DType::Bf16.into()));
     memory.upload(&[0u8; 64], &mut o).unwrap();
     assert_eq!(o.elem(), ElemType::Bytes);
-    // A write to a part of a buffer does not set the type of the whole.
+    // A write to a part of a buffer does not set the type of the whole buffer.
     let mut whole = o.slice_mut();
     let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), whole.skip(4));
     of_f32.run(&mut args, &stream).unwrap();
@@ -333,7 +333,7 @@ fn a_buffer_knows_the_type_of_what_a_call_wrote() {
     assert!(said.contains("o has elements of f32, but the problem has it in bf16"), "{said}");
 }
 
-/// A workspace holds whatever the device's memory held.
+/// A workspace holds arbitrary device memory: neither a call nor a download reads it.
 #[test]
 fn nothing_reads_a_workspace() {
     let workspace = Workspace { bytes: 64, zeroed_bytes: 0 };

@@ -1,4 +1,4 @@
-//! The checking mode of masks as data: what a kernel would clamp or leave out is reported.
+//! The checking mode of masks as data: reports entries that a kernel would clamp or ignore.
 
 use std::collections::BTreeSet;
 
@@ -11,12 +11,12 @@ use crate::problem::{FwdProblem, ValidFwd};
 use crate::seq::{SeqSpan, checked_spans};
 
 /// Reads the masks of a call with `read`, which fills a buffer from the front of a slice, and checks that each
-/// endpoint is in 0..=seqlen_k, each count in 0..=max_blocks, and that each index is a block of keys and stands once
-/// in a row of both lists.
+/// endpoint is in 0..=seqlen_k, each count in 0..=max_blocks, and that each index is a block of keys and occurs
+/// once in the two lists of a row.
 ///
-/// `seqlen_k` is the sequence's own where the mask is the sequence's own, and the problem's where sequences share it.
-/// Rows past a sequence's queries are not checked. `seq` and `masks` have passed the argument check, and the lengths
-/// of `seq` lie in host memory.
+/// `seqlen_k` is the sequence's length if each sequence has its own mask, and the problem's if all share one. Rows
+/// past a sequence's queries are not checked. `seq` and `masks` have passed the argument check, and the lengths of
+/// `seq` lie in host memory.
 ///
 /// # Errors
 /// The first entry that is wrong, with its index; memory for the copies that the system refuses; what `read` said.
@@ -79,7 +79,7 @@ pub fn check_masks(
     Ok(())
 }
 
-/// Each sequence, or the first where all have one mask.
+/// The spans to check: each sequence, or only the first if all share one mask.
 fn masked_spans(spans: &[SeqSpan], own: bool) -> impl Iterator<Item = &SeqSpan> {
     spans.iter().take(if own { usize::MAX } else { 1 })
 }
@@ -97,7 +97,7 @@ impl Numbers {
     }
 }
 
-/// Counts, indices, and how many of these a row has room for.
+/// A list: counts, indices, and the most indices that a row can have.
 type List = (Numbers, Numbers, u32);
 
 fn check_lists(

@@ -1,4 +1,4 @@
-//! Masks as data as kernels take them: an argument of its own, of those launches alone that have masks.
+//! Masks as data in the form of kernel parameters: an argument of its own, present only in launches with masks.
 
 use super::{BlockList, FwdProblem, MaskAxes};
 use crate::abi::{AbiStruct as _, DevPtr};
@@ -10,7 +10,7 @@ use crate::source::Header;
 abi_struct! {
     /// A tensor of 4-byte numbers; strides in elements, 0 where an axis is shared.
     pub struct MaskTensor {
-        /// The first number; null where there is no such mask.
+        /// The first number; null if there is no such mask.
         pub data: DevPtr<i32>,
         /// Stride from sequence to sequence.
         pub batch: i64,
@@ -18,7 +18,7 @@ abi_struct! {
         pub head: i64,
         /// Stride from query to query, or from block to block of queries.
         pub row: i64,
-        /// Stride from endpoint, word or index to the next.
+        /// Stride from one endpoint, word or index to the next.
         pub dim: i64,
     }
 }
@@ -40,19 +40,19 @@ abi_struct! {
         pub full_kv_indices: MaskTensor,
         /// Endpoints of a row.
         pub endpoints: i32,
-        /// Query heads to a head of the intervals.
+        /// Query heads that share a head of the intervals.
         pub intervals_ratio: i32,
-        /// Query heads to a head of the bits.
+        /// Query heads that share a head of the bits.
         pub bits_ratio: i32,
-        /// Query heads to a head of the lists.
+        /// Query heads that share a head of the lists.
         pub lists_ratio: i32,
-        /// Queries of a block; 0: there are no lists.
+        /// Queries of a block; 0 if there are no lists.
         pub block_q: i32,
         /// Keys of a block.
         pub block_k: i32,
-        /// Indices that a row of the partial list has room for.
+        /// Capacity of a row of the partial list, in indices.
         pub max_blocks: i32,
-        /// Indices that a row of the full list has room for.
+        /// Capacity of a row of the full list, in indices.
         pub full_max_blocks: i32,
     }
 }
@@ -71,7 +71,7 @@ impl MaskTensor {
     }
 }
 
-/// The argument of a call. `args` have passed the check of their call.
+/// The kernel argument for a call's masks. `args` have passed the check of their call.
 #[must_use]
 pub fn mask_data_params(problem: &FwdProblem, args: &MaskArgs<'_>) -> MaskDataParams {
     let heads = problem.dims.num_heads_q;
@@ -113,7 +113,7 @@ pub fn mask_data_params(problem: &FwdProblem, args: &MaskArgs<'_>) -> MaskDataPa
     }
 }
 
-/// `fmha/mask_data_params.h`: what this file shares with the device.
+/// `fmha/mask_data_params.h`: the types that this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
     let definitions = [MaskTensor::c_definition(), MaskDataParams::c_definition()];

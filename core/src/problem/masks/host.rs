@@ -1,4 +1,4 @@
-//! Masks as data in host memory: what they show of a pair, of a row and of a tile.
+//! Masks as data in host memory: whether they show a pair, a row or a tile.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::seq::SeqSpan;
 pub enum Shown {
     /// The key is hidden.
     No,
-    /// The key is seen, if a mask as code shows it too.
+    /// The masks as data show the key; a mask as code, if any, still decides.
     Asked,
     /// The key is seen: its block is in the full list, which a mask as code does not change.
     Full,
@@ -64,7 +64,7 @@ impl<'a> Words<'a> {
     }
 }
 
-/// The listed blocks of each block of queries, ascending: the index, and whether it is in the full list.
+/// The listed blocks of keys of each block of queries, ascending, each with whether it is in the full list.
 #[derive(Clone, Debug)]
 struct ListedBlocks {
     lists: BlockLists,
@@ -75,7 +75,7 @@ struct ListedBlocks {
 }
 
 impl<'a> HostMasks<'a> {
-    /// Those of a call whose arguments have passed the check; `None` where it has none.
+    /// The masks of a call whose arguments have passed the check; `None` if it has no masks as data.
     ///
     /// # Errors
     /// A tensor that is missing, too small or not in host memory.
@@ -108,7 +108,7 @@ impl<'a> HostMasks<'a> {
         }))
     }
 
-    /// Whether a block may be seen of which no other mask is asked.
+    /// Whether a visible block may come from the full list, for which no other mask is evaluated.
     #[must_use]
     pub fn has_full_blocks(&self) -> bool {
         self.blocks.as_ref().is_some_and(|blocks| blocks.lists.full.is_some())
@@ -145,14 +145,14 @@ impl ListedBlocks {
                         let Some((counts, indices, most)) = list else { continue };
                         let count = counts.at(batch, row, head, 0).cast_signed().clamp(0, most.cast_signed());
                         for at in 0..count.unsigned_abs() {
-                            // An index below 0 or past the keys is a block that has none.
+                            // An index below 0 or past the keys is a block without keys.
                             let block = indices.at(batch, row, head, at).cast_signed();
                             if let Ok(block) = u32::try_from(block) {
                                 blocks.push((block, is_full));
                             }
                         }
                     }
-                    // A block that stands in both lists is full.
+                    // A block that is in both lists counts as full.
                     blocks[first..].sort_unstable_by_key(|&(block, is_full)| (block, !is_full));
                     starts.push(blocks.len());
                 }
@@ -190,7 +190,7 @@ impl HeadMasks<'_> {
         shown
     }
 
-    /// Cuts `keys` of query `i` into runs of which one thing is said, ascending and without gaps.
+    /// Splits `keys` of query `i` into runs with one answer each, ascending and without gaps.
     pub fn runs(&self, i: u32, keys: Range<u32>, mut each: impl FnMut(Range<u32>, Shown)) {
         let Some(blocks) = &self.masks.blocks else { return self.asked(i, keys, &mut each) };
         let head = blocks.lists.axes.head(&self.masks.problem.dims, self.i_head);
@@ -266,14 +266,14 @@ impl HeadMasks<'_> {
         }
     }
 
-    /// The batch index and the row of a mask's query.
+    /// The batch index and the row at which a query's mask data lie.
     fn place(&self, per_batch: bool, i: u32) -> (u32, u32) {
         let SeqSpan { q_batch, q_row, .. } = self.span;
         (if per_batch { q_batch } else { 0 }, q_row + i)
     }
 
-    /// How a tile stands to the masks as data. `Inside`: all of it is seen, and code is not asked or is still to be
-    /// asked.
+    /// Relation of a tile to the masks as data. `Inside`: these masks show the whole tile; a mask as code is either
+    /// irrelevant or still to be evaluated.
     #[must_use]
     pub fn class(&self, rows: Range<u32>, keys: Range<u32>) -> BlockClass {
         let (mut some_seen, mut some_hidden) = (false, false);
@@ -307,7 +307,7 @@ impl HeadMasks<'_> {
         pairs
     }
 
-    /// Keys outside which no query of `rows` sees anything.
+    /// Keys outside which no query of `rows` sees a key.
     #[must_use]
     pub fn hull(&self, rows: Range<u32>, seqlen_k: u32) -> Range<u32> {
         let mut hull = seqlen_k..0;

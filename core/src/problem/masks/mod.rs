@@ -1,7 +1,7 @@
 //! Masks as data: key intervals, bits and block lists, read where a kernel runs.
 //!
-//! All join by AND with each other and with the problem's band. A key inside a block of the full list is shown whatever
-//! intervals, bits and a mask as code say; a key inside no listed block is hidden.
+//! A pair is visible if each of them and the problem's band show it. A key inside a block of the full list is shown
+//! whatever intervals, bits and a mask as code say; a key inside no listed block is hidden.
 
 mod check;
 mod device;
@@ -18,7 +18,7 @@ use crate::error::{ProblemError, Refusal, ensure};
 use crate::layout::{QLayout, Shape, Strides, Totals};
 use crate::problem::{Dims, FwdProblem, MAX_SEQLEN, check_input};
 
-/// A type of 4 bytes, for the size of an element: masks are of i32 and u32.
+/// A type of 4 bytes, the element size of i32 and u32 masks.
 const FOUR_BYTES: DType = DType::F32;
 
 /// Which keys a query sees, as data.
@@ -33,10 +33,10 @@ pub struct Masks {
     pub block_lists: Option<BlockLists>,
 }
 
-/// Axes that a mask has beside rows and keys.
+/// Batch and head axes of a mask, besides rows and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MaskAxes {
-    /// Whether each sequence of a batch has a mask of its own. Packed rows always have.
+    /// Whether each sequence of a batch has a mask of its own. Packed sequences always have their own.
     pub per_batch: bool,
     /// Heads of the mask: 1, `num_heads_kv` or `num_heads_q`; of block lists 1 or `num_heads_q`.
     pub heads: u32,
@@ -46,7 +46,7 @@ impl MaskAxes {
     /// One mask for all sequences and heads.
     pub const SHARED: Self = Self { per_batch: false, heads: 1 };
 
-    /// The mask's head that a query head has.
+    /// Index of the mask head that applies to a query head.
     #[must_use]
     pub fn head(self, dims: &Dims, i_head: u32) -> u32 {
         match self.heads {
@@ -61,7 +61,7 @@ impl MaskAxes {
 /// row i sees key j iff E(2p) <= j < E(2p + 1) for some p.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Intervals {
-    /// Sequences and heads that have masks of their own.
+    /// Batch and head axes: which sequences and heads have intervals of their own.
     pub axes: MaskAxes,
     /// Endpoints of a row: two for each interval.
     pub endpoints: u32,
@@ -82,27 +82,27 @@ pub struct MaskBits {
 /// Which blocks of keys each block of queries sees. Blocks count from query 0 and key 0 of each sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockLists {
-    /// Sequences and heads that have lists of their own. Packed calls have the batch axis too.
+    /// Batch and head axes: which sequences and heads have lists of their own. Packed calls have a batch axis too.
     pub axes: MaskAxes,
     /// Queries of a block.
     pub block_q: u32,
     /// Keys of a block.
     pub block_k: u32,
-    /// Blocks in which the other masks are asked: `kv_num_blocks` and `kv_indices`.
+    /// Blocks in which the other masks decide each pair: `kv_num_blocks` and `kv_indices`.
     pub partial: Option<BlockList>,
-    /// Blocks that are seen as a whole, within lengths and band: `full_kv_num_blocks` and `full_kv_indices`.
+    /// Blocks that are visible as a whole, within lengths and band: `full_kv_num_blocks` and `full_kv_indices`.
     pub full: Option<BlockList>,
 }
 
-/// A count for each block of queries, i32 `[batch or 1, heads, blocks_q]`, and as many indices of blocks of keys, i32
-/// `[batch or 1, heads, blocks_q, max_blocks]`. Indices past the count are never read.
+/// A count for each block of queries, i32 `[batch or 1, heads, blocks_q]`, and that many indices of blocks of keys,
+/// i32 `[batch or 1, heads, blocks_q, max_blocks]`. Indices past the count are never read.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockList {
-    /// Indices that a row has room for.
+    /// Capacity of a row, in indices.
     pub max_blocks: u32,
     /// Strides of the counts: `batch`, `head` and `seq`, from 0 up.
     pub counts: Strides,
-    /// Strides of the indices; `dim` is from index to index.
+    /// Strides of the indices; `dim` is the stride from one index to the next.
     pub indices: Strides,
 }
 
@@ -143,7 +143,8 @@ impl MaskBits {
 }
 
 impl BlockLists {
-    /// Contiguous lists, as torch has them, of so many indices a row; `None` of a pair that is absent.
+    /// Contiguous lists, in the layout that torch uses, with this capacity per row; `None` for a pair of tensors
+    /// that is absent.
     #[must_use]
     pub fn dense(
         problem: &FwdProblem,
@@ -205,7 +206,7 @@ impl FwdProblem {
         Shape { dim: self.dims.seqlen_k.div_ceil(32), ..self.mask_rows(bits.axes, totals) }
     }
 
-    /// Shape of the lists' indices of so many a row: `seq` is the block of queries.
+    /// Shape of the lists' indices with this capacity per row: `seq` is the block of queries.
     #[must_use]
     pub fn shape_block_lists(&self, lists: &BlockLists, max_blocks: u32) -> Shape {
         Shape {
@@ -226,7 +227,7 @@ impl FwdProblem {
         }
     }
 
-    /// Whether code or masks as data decide on each pair that the band shows.
+    /// Whether code or masks as data decide each pair within the band.
     #[must_use]
     pub fn asks_pairs(&self) -> bool {
         !self.code.is_empty() || !self.masks.is_empty()
@@ -236,7 +237,7 @@ impl FwdProblem {
     /// a tree mask.
     ///
     /// # Errors
-    /// The cache's type, or the tree.
+    /// The cache's type, or the tree mask.
     pub fn refuse_cache_beside_masks(&self, kernel: &str) -> Result<(), Refusal> {
         let what = match (self.cache.dtype, self.cache.tree_mask) {
             (Some(dtype), _) => format!("dtype_cache {dtype}"),
@@ -259,7 +260,7 @@ impl FwdProblem {
         Ok(())
     }
 
-    /// Checks what planning knows of masks as data.
+    /// Checks those facts of masks as data that are known when planning.
     pub(crate) fn check_masks(&self) -> Result<(), ProblemError> {
         if self.masks.is_empty() {
             return Ok(());

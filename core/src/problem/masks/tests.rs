@@ -24,7 +24,7 @@ fn problem() -> FwdProblem {
     FwdProblem::batch(DType::F32, DIMS)
 }
 
-/// The keys that a row sees, by `runs`, which are ascending and have no gap.
+/// The keys that a row sees according to `runs`, which must be ascending and without gaps.
 fn seen(head: &HeadMasks<'_>, i: u32, keys: std::ops::Range<u32>) -> Vec<u32> {
     let (mut seen, mut at) = (vec![], keys.start);
     head.runs(i, keys.clone(), |run, shown| {
@@ -41,7 +41,8 @@ fn seen(head: &HeadMasks<'_>, i: u32, keys: std::ops::Range<u32>) -> Vec<u32> {
 #[test]
 fn endpoints_that_decrease_or_lie_outside_are_clamped_as_the_contract_says() {
     let problem = problem();
-    // Rows: plain; decreasing; negative and past the keys; equal pairs; an odd list of another library behind a 0.
+    // Rows: plain; decreasing; negative and past the keys; equal pairs; an odd number of endpoints from another
+    // library after a 0.
     let rows: [[i32; 4]; 6] =
         [[3, 9, 20, 22], [30, 40, 10, 35], [-5, 4, 60, 1000], [7, 7, 9, 9], [0, 5, 8, 70], [70, 80, 90, 99]];
     let expected = |i: usize, j: u32| {
@@ -248,7 +249,7 @@ fn the_checking_mode_reports_what_a_kernel_clamps() {
         check_masks(&problem, &SeqArgs::default().seqused_k(DevSlice::host(&used)), &args, read_host)
     };
     of_intervals(true, [70, 60], 60).unwrap();
-    // A mask of all sequences may reach beyond a shorter one.
+    // A mask that all sequences share may reach beyond a shorter sequence.
     of_intervals(false, [20, 60], 70).unwrap();
     for (per_batch, wrong, text) in [
         (true, 61, "endpoint 0 of sequence 1, head 0, query 1 is 61, not in 0..=60"),

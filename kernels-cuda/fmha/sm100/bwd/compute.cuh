@@ -67,7 +67,7 @@ struct ComputeRole {
       return shown;
     }
   }
-  // Zeros what is hidden of a chunk; 0 times a hidden NaN would be NaN.
+  // Sets hidden elements of a chunk to 0, since 0 times a hidden NaN would be NaN.
   FMHA_DEVICE static void hide(float* x, int c, const ShownColumns<kHalf>& shown) {
 #pragma unroll
     for (int e = 0; e < chunk; ++e) {
@@ -81,8 +81,8 @@ struct ComputeRole {
     }
   }
 
-  // One call of the generator decides four keys of a query, which four lanes have: each calls for every fourth query,
-  // then they exchange bits.
+  // One call of the generator decides four keys of a query, held by four
+  // lanes: each lane calls for every fourth query, then they exchange bits.
   FMHA_DEVICE void decide(int32_t i_head, int32_t first_query) {
     if constexpr (kFwd.dropout) {
       const int32_t batch_head = head_of_whole(p.fwd, work.span.i_batch, i_head), own = threadIdx.x % 4;
@@ -115,7 +115,7 @@ struct ComputeRole {
     for (int e = 0; e < chunk; ++e) x[e] = float_of(words[e]);
   }
 
-  // P of a chunk whose scores are `x`.
+  // Computes P of a chunk whose scores are in `x`.
   template <bool any_far>
   FMHA_DEVICE void exponentiate(const float (&x)[chunk], int c, const Modifiers& modifiers,
                                 const Stats& stats, int32_t first_query) {
@@ -151,7 +151,7 @@ struct ComputeRole {
     }
   }
 
-  // P as dV sees it, of a chunk: after dropout.
+  // Stores P of a chunk for dV, after dropout.
   FMHA_DEVICE void store_probs(int slot, int c) const {
     uint32_t words[chunk / 2];
 #pragma unroll
@@ -166,7 +166,7 @@ struct ComputeRole {
     ptx::tcgen05_st(tmem + Tmem::p(slot, half) + c * (chunk / 2), words);
   }
 
-  // dS of a chunk whose dP are `x`.
+  // Computes dS of a chunk whose dP is in `x`.
   FMHA_DEVICE void differentiate(float (&x)[chunk], int c, const Stats& stats) const {
     const int first = half * kHalf + c * chunk;
 #pragma unroll

@@ -46,7 +46,7 @@ struct Maps {
   TensorMap q, k, v, dout;
 };
 
-// Share of a CTA in the gradients of its keys: all, or one of two parts that are a CTA each.
+// A CTA's share in the gradients of its keys: all, or one of two parts in separate CTAs.
 enum class Part { All, DkDq, Dv };
 constexpr bool has_dv(Part part) { return part != Part::DkDq; }
 constexpr bool has_dk(Part part) { return part != Part::Dv; }
@@ -104,7 +104,7 @@ struct DqSums {
   }
 };
 
-// K and V in shared memory, where they are not in tensor memory.
+// K and V in shared memory, unless they are in tensor memory.
 template <class Tile, bool there>
 struct KeysInSmem {
   Tile k;
@@ -120,7 +120,7 @@ struct ValuesInSmem<Tile, false> {};
 
 template <BwdSpec spec>
 using KeyTile = SmemTile<uint16_t, kBlock, tile_dim(spec.fwd.head_dim_qk)>;
-// A column-major V lies as its rows do: elements, keys.
+// A column-major V has tile rows of elements, with keys as columns.
 template <BwdSpec spec>
 constexpr bool kColumnMajor = spec.fwd.v_layout == VLayout::ColMajor;
 template <BwdSpec spec, int dim_v = tile_dim(spec.fwd.head_dim_v)>

@@ -37,7 +37,7 @@ struct Loader {
     }
   }
 
-  // Loads a tile of which the sequence has `there` rows; `full` counts `more` bytes besides.
+  // Loads a tile of which `there` rows are in the sequence; `full` counts `more` additional bytes.
   template <class Tile>
   FMHA_DEVICE void load(const Tile& to, const TensorMap& map, Barrier& full, uint32_t more, int32_t i_batch, int32_t row,
                         int32_t i_head, int32_t there, ptx::CacheHint hint) {

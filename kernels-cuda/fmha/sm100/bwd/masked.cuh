@@ -8,7 +8,7 @@ namespace fmha::sm100::bwd {
 
 template <BwdSpec spec, Sm100BwdTile tile, bool has_function>
 FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const MaskDataParams& masks, const TileList& list) {
-  // Masks that hide a pair may hide a NaN, and a kernel whose spec has no mask does not look for one.
+  // Masks may hide a NaN, for which a kernel whose spec has no mask does not test.
   static_assert(spec.fwd.mask != MaskKind::Full, "sm100 backward: masks as data hide keys");
   static_assert(spec.fwd.code != CodeKind::Mask && spec.fwd.code != CodeKind::Both,
                 "sm100 backward: lists ask the mask");

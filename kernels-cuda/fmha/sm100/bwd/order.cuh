@@ -1,5 +1,5 @@
-// The order in which blocks of keys add to dQ of a block of queries, where it is to have one: that of their launch,
-// the first keys first. So a CTA waits for CTAs that were launched before it, and for none of another head.
+// The order in which blocks of keys add to dQ of a block of queries, in calls with ordered sums: that of
+// their launch, the first keys first. So a CTA waits only for CTAs of its head that were launched before it.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/flag.cuh>
@@ -17,7 +17,7 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   return min(own, sinks) + of_band;
 }
 
-// Number of key blocks that add before the CTA to the block which `steps` gave last. A list of tiles has its own ranks.
+// Number of key blocks that add before the CTA to the block that `steps` gave last. A list has its own ranks.
 template <int queries, class SeenKeys>
 FMHA_DEVICE int32_t position_of(const Work& work, const SeenKeys& seen, const QuerySteps<queries, SeenKeys>& steps,
                                 const QueryBlock& block) {

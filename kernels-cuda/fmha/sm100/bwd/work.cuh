@@ -1,5 +1,5 @@
-// Work of a CTA: a block of keys of one kv head, and the blocks of queries that see it, of all the kv head's query
-// heads.
+// Work of a CTA: a block of keys of one kv head, and the blocks
+// of queries that see it, in all query heads of that kv head.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/common/seen_keys.cuh>
@@ -27,8 +27,8 @@ struct Work {
   }
 };
 
-// Order of the CTAs: blocks of keys, the first ones, which a causal mask shows to most queries, first; in each block
-// all heads.
+// Order of the CTAs: blocks of keys, the first ones first, since a
+// causal mask shows them to most queries; in each block all heads.
 template <BwdSpec spec, class SeenKeys>
 FMHA_DEVICE Work work_of(const BwdParams& p, uint32_t i_cta, const SeenKeys& seen) {
   constexpr int queries = Shape<spec>::queries;
@@ -93,7 +93,7 @@ struct QuerySteps {
   }
 };
 
-// The masks of pairs, as rows that are computed again ask them.
+// The masks of pairs, in the form in which recomputed rows evaluate them.
 template <class SeenKeys>
 FMHA_DEVICE auto pair_masks(const SeenKeys& seen) {
   if constexpr (SeenKeys::has_tile_list) return seen.pairs;

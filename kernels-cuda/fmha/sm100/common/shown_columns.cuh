@@ -4,7 +4,7 @@
 
 namespace fmha::sm100 {
 
-// Columns of a row that are shown, n of them from `first` on.
+// Bits of the visible columns of a row, n columns from `first` on.
 template <int n>
 struct ShownColumns {
   static_assert(n % 32 == 0, "words have 32 columns");

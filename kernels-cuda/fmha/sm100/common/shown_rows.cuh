@@ -26,7 +26,7 @@ struct ShownRows : ShownBlocks<has_function> {
     }
     return shown;
   }
-  // The keys of a query whose bits are 1. Keys beyond the sequence have the last word's. `first` is a multiple of 32.
+  // Bits of the keys that a query sees. Keys beyond the sequence use the last word. `first` is a multiple of 32.
   template <int n>
   FMHA_DEVICE ShownColumns<n> keys_in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first) const {
     const MaskDataParams& m = pairs.masks.m;
@@ -60,8 +60,8 @@ struct ShownRows : ShownBlocks<has_function> {
     return shown;
   }
 
-  // Leaves of `shown` what block lists have, and gives in `full` what their full blocks have. The whole warp asks; its
-  // rows, which are of the sequence, ascend with its lanes.
+  // Restricts `shown` to listed blocks, and returns in `full` the keys of full blocks.
+  // Called by the whole warp; its rows, all in the sequence, ascend with its lanes.
   template <int n, bool of_keys>
   FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, int32_t row, int32_t first, ShownColumns<n>& shown,
                             ShownColumns<n>& full) const {
@@ -90,8 +90,8 @@ struct ShownRows : ShownBlocks<has_function> {
     shown.leave(listed);
   }
 
-  // Leaves of `shown` what the mask as code shows. A loop, whose results are a bit a pair: unrolled, it takes the
-  // registers that scores have.
+  // Restricts `shown` to pairs that the mask as code shows. The loop
+  // is not unrolled: it would take the registers of the scores.
   template <int n, bool of_keys>
   FMHA_DEVICE void by_function(const SeqSpan& span, int32_t i_head, int32_t row, int32_t first,
                                ShownColumns<n>& shown) const {

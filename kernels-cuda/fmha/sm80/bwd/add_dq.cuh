@@ -42,7 +42,7 @@ FMHA_DEVICE void put_ds(const Tile& tile, int32_t warp_row, const Operand* ds) {
   }
 }
 
-// Adds the share of the CTA's keys to dQ of the block of queries whose dS is in shared memory.
+// Adds the contribution of the CTA's keys to dQ of the block of queries whose dS is in shared memory.
 template <BwdSpec spec, Sm80BwdTile tile, class Gradients, class Keys>
 FMHA_DEVICE void add_dq(float* sums, const Gradients& ds, const Keys& keys) {
   using Shape = DqShape<spec, tile>;

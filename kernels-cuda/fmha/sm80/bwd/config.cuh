@@ -41,7 +41,7 @@ using ValueTile = SmemTile<uint16_t, rows, padded_dim(spec.fwd.head_dim_v)>;
 
 namespace fmha::sm80::bwd {
 
-// Q and dO, K and V: of the CTA's own rows, and of the blocks that it walks.
+// Tiles of Q and dO, and of K and V: for the CTA's own rows, and for the blocks that it visits.
 template <BwdSpec spec, Sm80BwdTile tile>
 struct Smem : SmemParts<spec, tile> {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);

@@ -109,7 +109,7 @@ struct Token {
   using Shared = Smem<spec, tile>;
   static constexpr FwdSpec kFwd = spec.fwd;
   static constexpr int threads = 32 * tile.warps, row_groups = tile.rows / 16, key_groups = tile.columns / 16;
-  // dQ: warps with the same rows share out its columns.
+  // dQ: warps with equal rows divide its columns.
   static constexpr int parts = tile.warps / row_groups, groups = Shared::dim_qk / 16;
   static constexpr int groups_of_warp = ceil_div(groups, parts);
   static_assert(tile.warps % row_groups == 0, "sm80: all warps have sixteen rows of dQ");
@@ -251,7 +251,7 @@ struct Token {
     }
   }
 
-  // P and dS of the block whose keys are in shared memory, all of the CTA's threads having put them there.
+  // P and dS of the block whose keys all threads of the CTA have written to shared memory.
   FMHA_DEVICE void compute_block() const {
     load_keys<kFwd.head_dim_qk>(smem.k, p.fwd.k);
     load_keys<kFwd.head_dim_v>(smem.v, p.fwd.v);
@@ -269,7 +269,7 @@ struct Token {
     add_to_keys<kFwd.dtype_v>(smem.probs, smem.dout, [&](int32_t j) { return sums.dv(row(j)); });
   }
 
-  // dQ of the token's heads and, where sums have no order, what they add to dK and dV.
+  // dQ of the token's heads and, if sums have no order, its contributions to dK and dV.
   FMHA_DEVICE void run() {
     begin();
     const int32_t count = list.count();
@@ -334,7 +334,7 @@ struct Token {
   }
 };
 
-// CTAs: parts of a token's heads, of every token, of every kv head and sequence in turn.
+// CTAs are parts of a token's heads, for every token, kv head and sequence.
 template <BwdSpec spec, Sm80ListsBwdTile tile>
 FMHA_DEVICE void bwd(const BwdParams& p, const ListParams& lists) {
   static_assert(!spec.fwd.dropout && spec.fwd.bias == BiasKind::None, "sm80: a place in a list is not a position");
@@ -384,7 +384,7 @@ FMHA_DEVICE int32_t keys_named(KeysOfRange<range>& keys, const TokenList& list, 
   return all;
 }
 
-// dK and dV in one order. CTAs: ranges of keys, of every kv head and sequence in turn.
+// dK and dV in a fixed order. CTAs are ranges of keys, for every kv head and sequence.
 template <BwdSpec spec, Sm80ListsBwdTile tile>
 FMHA_DEVICE void bwd_keys(const BwdParams& p, const ListParams& lists) {
   const int32_t ranges = ceil_div(p.fwd.seqlen_k, tile.range), head = blockIdx.x / ranges;

@@ -7,8 +7,8 @@
 
 namespace fmha::sm80::bwd {
 
-// dQ of a block of queries of one head. The CTAs are blocks of queries, those that see most keys first, and in each
-// block all heads.
+// dQ of a block of queries of one head. CTAs are blocks of queries,
+// those with the most keys first, and in each block all heads.
 template <BwdSpec spec, Sm80BwdTile tile, class Keys>
 FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, num_blocks = ceil_div(p.fwd.seqlen_q, tile.rows);
@@ -38,8 +38,8 @@ FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const K
   }
 }
 
-// dK and dV of a block of keys of one kv head, over the queries of all its query heads. CTAs: blocks of keys, the
-// first ones, which a causal mask shows to most queries, first.
+// dK and dV of a block of keys of one kv head, over all its query heads. CTAs are
+// blocks of keys, the first ones first, since a causal mask shows them to most queries.
 template <BwdSpec spec, Sm80BwdTile tile, class Keys>
 FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv;

@@ -21,7 +21,7 @@ struct OwnQueries {
   const float* origins;  // in memory, of the thread's rows: seldom asked for
   bool there[2];
 
-  // Reads what a warp's rows from `first` on have.
+  // Loads the statistics of a warp's rows from `first` on.
   FMHA_DEVICE static OwnQueries of(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t first) {
     const int32_t row = first + threadIdx.x % 32 / 4;
     OwnQueries own;
@@ -154,7 +154,7 @@ struct Owner {
     }
   }
 
-  // How a block stands to the warp's rows: its queries and keys.
+  // Class of a block for the warp's rows, from its queries and keys.
   FMHA_DEVICE BlockClass class_of(int32_t block) const {
     const int32_t begin = block * columns;
     const Range own = {first, first + mma::kRows}, other = {begin, begin + columns};
@@ -262,7 +262,7 @@ struct Owner {
     }
   }
 
-  // Walks `num` blocks: `load_at(slot, i)` copies the i-th, `add_at(slot, i)` adds it.
+  // Loop over `num` blocks: `load_at(slot, i)` copies the i-th block, `add_at(slot, i)` adds it.
   template <class LoadAt, class AddAt>
   FMHA_DEVICE void walk(int32_t num, LoadAt load_at, AddAt add_at) {
     constexpr int before = max(tile.stages - 1, 1), under_way = max(tile.stages - 2, 0);
@@ -288,7 +288,7 @@ struct Owner {
         ptx::cp_async_commit_group();
       }
     }
-    // The last copies are waited for, although nothing reads them.
+    // The last copies are waited for, although their data are not used.
     ptx::cp_async_wait_group<0>();
   }
 };

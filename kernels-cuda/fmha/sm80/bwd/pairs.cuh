@@ -1,4 +1,4 @@
-// P and dS of a fragment of scores and of dP: rows are the owner's, columns those of the block that is walked.
+// P and dS of fragments of scores and dP: rows are the owner's, columns those of the visited block.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/common/seen_keys.cuh>
@@ -30,7 +30,7 @@ struct Pairs : ScorePair<spec, tile> {
     uint32_t pairs[has_slopes && !wide_slopes ? columns / 4 : 1];
     float wide[wide_slopes ? columns / 2 : 1];
   };
-  // Which elements dropout keeps, a bit to each.
+  // Bits of the elements that dropout keeps.
   struct Kept {
     uint32_t words[kFwd.dropout ? ceil_div(columns / 2, 32) : 1];
     FMHA_DEVICE bool has(int e) const { return words[e / 32] >> e % 32 & 1; }
@@ -55,7 +55,7 @@ struct Pairs : ScorePair<spec, tile> {
     return kept;
   }
 
-  // S to P of the block's `queries`. What no query sees becomes 0 where the block is an `edge`.
+  // Converts S of the block to P for `queries`. Hidden pairs become 0 if the block is an `edge`.
   template <class Queries>
   FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column, bool edge,
                                 const Queries& queries) const {
@@ -117,7 +117,7 @@ struct Pairs : ScorePair<spec, tile> {
         float d = dp[e + k];
         if constexpr (kFwd.dropout) d = kept.has(e + k) ? d * p.fwd.dropout_scale : 0.f;
         dp[e + k] = probs[e + k] * (d - queries.delta(e + k));
-        // A pair that a function hides has a P of 0, and its dP may be NaN.
+        // A pair that a function hides has P = 0, but its dP may be NaN.
         if constexpr (Functions::in(kFwd)) dp[e + k] = probs[e + k] == 0.f ? 0.f : dp[e + k];
       }
       if constexpr (wide_slopes && through_map) {

@@ -7,7 +7,7 @@
 
 namespace fmha::sm80::bwd {
 
-// The spec whose O is a gradient with rows of `dim`.
+// The spec under which the gradient, with rows of `dim`, is stored like O.
 template <BwdSpec spec, int dim>
 FMHA_DEVICE constexpr FwdSpec as_output() {
   FwdSpec output = spec.fwd;

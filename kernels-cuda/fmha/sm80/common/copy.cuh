@@ -83,8 +83,8 @@ FMHA_DEVICE void copy_rows(const Tile& tile, const void* any, RowOf row_of, Ther
   }
 }
 
-// Copies a tile all of whose rows are there, `stride` elements apart. No row needs a check, so a copy takes an
-// addition and not a comparison and a product.
+// Copies a tile that has all its rows, `stride` elements apart. No row needs
+// a check, so a copy takes an addition instead of a comparison and a product.
 template <int bytes, int threads, class Tile, class ThereOf>
 FMHA_DEVICE void copy_whole_tile(const Tile& tile, const typename Tile::Elem* first, int64_t stride, ThereOf there_of) {
   using Elem = typename Tile::Elem;
@@ -108,7 +108,7 @@ FMHA_DEVICE void copy_whole_tile(const Tile& tile, const typename Tile::Elem* fi
   }
 }
 
-// A tile whose rows lie anywhere: `row_of(base, within, step)` is row `base + within`, where `within` is below `step`.
+// Copies a tile of scattered rows: `row_of(base, within, step)` is row `base + within`, with `within` below `step`.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   constexpr int words = Tile::span_bytes / 16, step = threads / words, passes = ceil_div(Tile::rows, step);
@@ -256,7 +256,7 @@ FMHA_DEVICE void copy_raw_rows(const Raw& tile, const void* any, RowOf row_of) {
   }
 }
 
-// Copies a raw tile all of whose rows are there, `stride` bytes from one to the next.
+// Copies an unconverted tile that has all its rows, `stride` bytes apart.
 template <int bytes, int dim, int threads, class Raw>
 FMHA_DEVICE void copy_whole_raw_tile(const Raw& tile, const uint8_t* first, int64_t stride) {
   static_assert(threads % Raw::words == 0, "a pass takes whole rows");

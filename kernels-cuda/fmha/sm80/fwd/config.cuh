@@ -42,7 +42,7 @@ FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm80Tile& til
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
-// Whether V is the first columns of K's rows and its block those of K's block, which are loaded once.
+// Whether V is the first columns of K's rows, so that a block of K, loaded once, is also V's.
 FMHA_DEVICE consteval bool shares_blocks(const FwdSpec&, const Sm80Tile& tile) { return tile.v_in_k; }
 
 template <FwdSpec spec, Sm80Tile tile, int rows>
@@ -56,7 +56,7 @@ constexpr bool kVColumns = spec.v_layout == VLayout::ColMajor;
 template <FwdSpec spec, Sm80Tile tile, int dim = tile_dim(spec.head_dim_v, spec.dtype_v, tile)>
 using VTile = SmemTile<mma::Storage<spec.dtype_v>, kVColumns<spec> ? dim : tile.block_n,
                        kVColumns<spec> ? tile.block_n : dim>;
-// A block of an FP8 cache as it lies in memory.
+// An unconverted block of an FP8 cache.
 template <FwdSpec spec, Sm80Tile tile, int dim>
 using RawBlock = RawTile<tile.block_n, tile_dim(dim, spec.dtype_qk, tile)>;
 // The block that is widened, K's or V's.

@@ -36,7 +36,7 @@ struct Consumer {
   RowSoftmax softmax[rows_of_sixteen];
   mma::RegisterTile<mma::Storage<spec.dtype_v>, n> probs[rows_of_sixteen];
 
-  // Factors of a cache that the products read as it lies.
+  // Descales of a cache that the products read unconverted.
   static constexpr bool reads_raw = reads_raw_blocks(spec, tile);
   const float descale_k = reads_raw ? scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f) : 1.f;
   const float descale_v = reads_raw ? scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f) : 1.f;
@@ -59,7 +59,7 @@ struct Consumer {
     return {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   }
 
-  // Whether no row of the warp sees a key of the block: it has nothing to compute then.
+  // Whether no row of the warp sees a key of the block, so that it computes nothing.
   FMHA_DEVICE bool is_hidden(int32_t block) {
     const bool hidden = is_out_of_band(block);
     if constexpr (Keys::has_classes) {
@@ -128,7 +128,7 @@ struct Consumer {
     return dropped;
   }
 
-  // P of sixteen rows, packed. That of 8 bits is dropped before.
+  // Packs P of sixteen rows. An 8-bit P has its dropout applied before.
   FMHA_DEVICE void take_probs(int m, Scores& s, int32_t block) {
     if constexpr (is_fp8(spec.dtype_v)) {
       if constexpr (spec.dropout) dropped_of(m, block).drop(s);
@@ -138,7 +138,7 @@ struct Consumer {
     }
   }
 
-  // S of a block, and P of it; running maxima and sums, and O, which is relative to them, follow.
+  // Computes S of a block and its P; updates running maxima, sums and O, which is relative to the maxima.
   template <bool unit = false, class KTile>
   FMHA_DEVICE void score(const KTile& k, int32_t block) {
     typename ScoreModifiers::BiasWords bias[rows_of_sixteen];
@@ -155,7 +155,7 @@ struct Consumer {
     const bool edge = is_edge(block);
 #pragma unroll
     for (int m = 0; m < rows_of_sixteen; ++m) {
-      // Descales that are negative together turn S around, as a negative scale does.
+      // A negative product of descales changes the sign of S, like a negative scale.
       if (spec.negative_scale != (is_fp8(spec.dtype_qk) && descale < 0.f)) {
 #pragma unroll
         for (int e = 0; e < Scores::num_elems; ++e) s[m][e] = -s[m][e];
@@ -169,7 +169,7 @@ struct Consumer {
     }
   }
 
-  // O to the running maxima of the last block, if any of the warp's upper or lower eight rows needs it.
+  // Rescales O to the running maxima of the last block, if any of the warp's upper or lower eight rows needs it.
   FMHA_DEVICE void rescale(int m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -22,7 +22,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
   const Work& work = consumer.work;
   const float scale_log2 = consumer.scale_log2, offset_log2 = consumer.modifiers.offset_log2();
   const int32_t quad_lane = threadIdx.x % 4, first_column = consumer.part * Consumer<spec, tile, Keys>::Output::columns;
-  // Spec as the stores see it: a row ends with the part's columns.
+  // Spec for the stores: a row ends with the part's columns.
   constexpr FwdSpec output = spec_of_part<spec, tile>();
   bool suspect[m_tiles(tile)][2];
 #pragma unroll
@@ -47,7 +47,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       if constexpr (spec.write_lse) ptx::st_global_f32_if(row.to.lse(p), end.result.lse, row.stored && quad_lane == 0);
     }
   }
-  // A row computed again is written whole: after all its parts.
+  // A recomputed row is written completely, after all its parts.
   if constexpr (tile.value_parts > 1) {
     __syncthreads();
   } else {

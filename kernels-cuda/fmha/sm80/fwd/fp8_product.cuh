@@ -51,7 +51,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
   constexpr int span = raw_span(n), own = span / 8;  // bytes of a lane
   constexpr int steps = depth / mma::kDepth<uint16_t>;
   const int32_t key = threadIdx.x % 4 * 2, byte = threadIdx.x % 32 / 4 * own;
-  // P of the steps to come, the next one first: registers have no index.
+  // P of the next steps, the next one first: registers cannot be indexed.
   uint32_t a_of[steps][sixteens][4];
 #pragma unroll
   for (int step = 0; step < steps; ++step) {

@@ -22,7 +22,7 @@
 
 namespace fmha::sm80 {
 
-// Keys of a part from which on loads of K and V alternate.
+// Fewest keys of a part for which loads of K and V alternate.
 constexpr int32_t kLongPart = 1024;
 
 // Walks the tile's blocks of keys with each load written once: the loop's first passes only load. A short query's
@@ -119,7 +119,7 @@ FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, til
   }
 }
 
-// Q, and the first blocks of an FP8 cache, as many as there are slots: a group each of K and V.
+// Loads Q, and the first blocks of an FP8 cache, one per slot: one group each for K and V.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void load_first_raw(const Loader<spec, tile, Keys>& loader, const Work& work) {
   loader.load_q();
@@ -133,8 +133,8 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile, Keys>& loader, const Wo
   }
 }
 
-// Walks an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the
-// factors of K and V are 1.
+// Loop over an FP8 cache that the products read unconverted. A slot
+// is free after its product. `unit`: the descales of K and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
                           const Work& work) {
@@ -201,8 +201,8 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<
   }
 }
 
-// Walks blocks of which each is K's and V's: loaded once, and its slot is free once both products are computed. The
-// other slots' loads are under way meanwhile.
+// Loop over blocks that serve as K and V: each is loaded once, and its slot is
+// free after both products. The other slots' loads are in flight meanwhile.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_sharing(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
                               const Work& work) {
@@ -269,7 +269,7 @@ FMHA_DEVICE void walk_bytes(const Loader<spec, tile, Keys>& loader, Consumer<spe
   }
 }
 
-// O and LSE of a tile's rows, of the keys that its work is on.
+// Computes O and LSE of a tile's rows over the keys of its work.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void attend(const FwdParams& p, const Work& work, Smem<spec, tile>& smem, const Keys& keys) {
   const Loader<spec, tile, Keys> loader{p, work, smem, keys};
@@ -299,7 +299,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
   static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
   static_assert(tile.value_parts == 1 || spec.head_dim_v % (64 * tile.value_parts) == 0, "sm80: parts of O are whole spans");
-  // The merge's CTAs start as these end, and wait for all of them.
+  // The merge's CTAs start when these end, and wait for all of them.
   if constexpr (tile.launches_merge) ptx::launch_dependents();
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);

@@ -38,7 +38,7 @@ FMHA_DEVICE void fwd_of_tokens(const FwdParams& p, const TileSchedule& schedule,
   work.storage_batch = span.storage_batch;
   work.i_head_kv = i_head_kv;
   work.i_head = i_head_kv * p.gqa_ratio;
-  // The token is the only query of its tile.
+  // The token is the only query in its tile.
   work.first_row = (m_block - i * blocks_of_token) * tile.block_m;
   work.q_row = span.q_row;
   work.seqlen_q = 1;

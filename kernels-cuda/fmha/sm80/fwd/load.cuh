@@ -1,4 +1,4 @@
-// Q, and the blocks of K and V, from memory: strided, packed, in pages, or where a token's list names them.
+// Loads of Q, and of blocks of K and V: strided, packed, in pages, or at the keys of a token's list.
 #pragma once
 #include <fmha/common/seen_keys.cuh>
 #include <fmha/common/work.cuh>
@@ -39,7 +39,7 @@ struct Loader {
     return i == 0 ? min(work.seqlen_k, first_key + work.first_dirty) : work.seqlen_k;
   }
 
-  // Key j's row, of this tile's head, as an offset of elements. A column-major V's is where its first element lies.
+  // Row of key j, in this tile's head, as an element offset. For a column-major V, the offset of its first element.
   FMHA_DEVICE int64_t offset_of(const View& view, int32_t j) const {
     return offset_of_key<elem_bytes>(keys_of_row, p, view, spec.kv_layout, span, max(j, 0), work.i_head_kv);
   }
@@ -184,7 +184,7 @@ struct Loader {
       load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.k[i % tile.stages], p.k, p.descale_k, i, keys);
     }
   }
-  // Rows of bytes of a block, as they lie in memory, and widened.
+  // Rows of bytes of a block, as stored, and converted.
   FMHA_DEVICE void load_bytes(int32_t i, const KeyRows& keys) const {
     constexpr int row_bytes = row_bytes_of<Keys>();
     const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);

@@ -52,7 +52,7 @@ FMHA_DEVICE void load_by_tma(const Work& work, const Maps& maps, Smem<spec, tile
   }
 }
 
-// Zeros in V's first block where keys are that no query of the sequence sees, whose V may be NaN.
+// Zeros rows of V's first block for keys that no query of the sequence sees, whose V may be NaN.
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void zero_unseen(const Work& work, Smem<spec, tile>& smem) {
   if (work.first_dirty >= tile.block_n) return;
@@ -99,7 +99,7 @@ FMHA_DEVICE void fwd_tma(const FwdParams& p, const TileSchedule& schedule, const
   ptx::cp_async_wait_group<0>();
   ptx::bar_sync<num_consumers(tile)>(kConsumersBarrier);
   const bool announces = threadIdx.x % 32 == 0;
-  // Two plain numbers and not a Slot, whose two numbers more are spilled at head dimension 128.
+  // Two plain numbers instead of a Slot, whose additional numbers would be spilled at head dimension 128.
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
     const int32_t block = block_at(work, i), s = i % tile.stages;

@@ -86,7 +86,7 @@ struct IndexScores {
     ptx::cp_async_commit_group();
   }
 
-  // Puts down what did not go to shared memory by itself.
+  // Stores data that did not go to shared memory by an asynchronous copy.
   FMHA_DEVICE void put(const Row& from, int32_t stage, int32_t row) const {
     if constexpr (is_fp8(spec.dtype_q)) {
       each_word(stage, row, [&](int32_t n, int64_t, bool, int32_t place) {
@@ -100,7 +100,7 @@ struct IndexScores {
     if (threadIdx.x < heads) shared.weights[stage][threadIdx.x] = from.weight;
   }
 
-  // Fragments of B: of each group of eight keys, and each word, those of two steps.
+  // Fragments of B for each group of eight keys and each word: those of two steps.
   struct Keys {
     uint32_t elems[words][groups][4];
     float scale[groups][2];
@@ -162,7 +162,7 @@ struct IndexScores {
           }
         }
       }
-      // Heads beyond the last have q of zeros, which times an infinite key would be NaN.
+      // Heads beyond the last have q = 0, which times an infinite key would be NaN.
       const int32_t head = 16 * m + lane / 4;
       const float w[2] = {shared.weights[stage][head], shared.weights[stage][head + 8]};
       const bool there[2] = {head < spec.num_heads, head + 8 < spec.num_heads};
@@ -255,7 +255,7 @@ struct IndexScores {
     }
   }
 
-  // -inf for the keys of the CTA, of which the row sees none.
+  // Writes -inf for the CTA's keys, none of which the row sees.
   FMHA_DEVICE void fill(int32_t row, int32_t first) const {
     float* to = p.key_scores + int64_t(row - p.row_begin) * p.seqlen_k;
     const int32_t end = min(first + block_n, p.seqlen_k);

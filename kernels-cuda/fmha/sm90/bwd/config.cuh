@@ -42,12 +42,12 @@ FMHA_DEVICE consteval int num_consumer_threads(const Sm90BwdTile& tile) {
 }
 FMHA_DEVICE consteval int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
 
-// Registers a thread of the consumers after setmaxnreg; role by role they sum to the file's 64 K.
+// Registers per thread of the consumers after setmaxnreg; over all roles they sum to the file's 64 K.
 FMHA_DEVICE consteval int consume_regs(const Sm90BwdTile& tile) {
   return (504 - tile.load_registers) / num_consumers(tile);
 }
 
-// Head dimension of Q, K and V in the tiles: TMA fills with zeros what the tensors lack.
+// Head dimension of Q, K and V in the tiles: TMA fills the part beyond the tensors with zeros.
 FMHA_DEVICE consteval int padded_dim(const FwdSpec& spec) {
   const int dim = max(spec.head_dim_qk, spec.head_dim_v);
   return round_up(dim, 64);
@@ -86,7 +86,7 @@ struct Shape {
   static constexpr int consumers = num_consumers(tile);
   // Head dimensions that products compute: rounded up to their steps of 16.
   static constexpr int dim_qk = round_up(spec.fwd.head_dim_qk, 16), dim_v = round_up(spec.fwd.head_dim_v, 16);
-  // Columns of V in shared memory: those of Q and K, or V's own where there is no room for these.
+  // Columns of V in shared memory: padded to those of Q and K, or V's own if there is no room.
   static constexpr int v_columns = halves_blocks(tile) ? round_up(spec.fwd.head_dim_v, 64) : dim;
   // Columns of dK and dV of one consumer. Where a consumer has only one of the two gradients, `dk_columns` counts
   // that gradient's.
@@ -122,7 +122,7 @@ struct Shape {
   FMHA_DEVICE static int32_t first_column(int32_t consumer) {
     return splits_dims(tile) && !gradient_each ? consumer * dk_columns : 0;
   }
-  // Whether what a consumer has as dK's is dV.
+  // Whether the gradient stored as a consumer's dK is dV.
   FMHA_DEVICE static bool has_dv(int32_t consumer) { return gradient_each && consumer == 1; }
 
   using Elem = Storage<dtype>;
@@ -136,7 +136,7 @@ struct Shape {
   using OtherKTile = Tile<tile.block_n, cluster_columns>;
 };
 
-// Data of the cluster's other CTA that a CTA holds.
+// Data that a CTA holds for the cluster's other CTA.
 template <BwdSpec spec, Sm90BwdTile tile, bool = in_clusters(tile)>
 struct ClusterSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>

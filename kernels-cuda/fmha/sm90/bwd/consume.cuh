@@ -30,7 +30,7 @@ FMHA_DEVICE auto loop_of(Consumer<spec, tile, Keys>& consumer) {
   }
 }
 
-// Zeros the rows behind the sequence in the other CTA's keys, as `walk_tile` does for this one's.
+// Zeros rows beyond the sequence in the other CTA's keys, as `walk_tile` does for this CTA's keys.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void zero_others_keys(const Consumer<spec, tile>& c, const Work& work) {
   const int32_t there = work.cluster_keys.end - first_key_of_other<tile>(work);
@@ -81,7 +81,7 @@ FMHA_DEVICE void for_each_gradient(const Consumer<spec, tile, Keys>& c, Store st
   }
 }
 
-// dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.
+// Writes dK and dV to memory, through the shared memory of dS if rows are stored 16 bytes at a time.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
 FMHA_DEVICE void store_gradients(const Consumer<spec, tile, Keys>& c, const Sm90BwdSchedule& schedule,
                                  const Work& work) {

@@ -23,7 +23,7 @@ struct BiasSmem {
   Barrier empty[tile.stages_dbias];  // one arrival per consumer warp
 };
 
-// A block of dBias: of one batch and head of its own axes, and so of all sequences and heads that share it.
+// A block of dBias: one batch and head of its own axes, for all sequences and heads that share them.
 struct BiasBlock {
   Range batches, heads;
   int32_t q_block, key_block;
@@ -150,7 +150,7 @@ struct BiasConsumer {
     ptx::mbarrier_arrive_if(smem.empty[s], threadIdx.x % 32 == 0);
     // A hidden V or dO may have made NaN of 0.
     if (pairs.is_edge(work, at.first_query)) pairs.mask(dp, work, at);
-    // Rows behind the sequence may be NaN too.
+    // Rows beyond the sequence may be NaN too.
     if (work.span.seqlen_q - at.first_query < tile.block_m) {
       const int32_t there = work.span.seqlen_q - at.first_query - mma::fragment_column();
 #pragma unroll

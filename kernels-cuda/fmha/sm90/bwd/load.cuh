@@ -52,7 +52,7 @@ struct Loader {
   Slot<tile.stages_dout> dout_slot;
   uint32_t tile_phase = 0;
 
-  // A query block with a number of each of its rows.
+  // Loads a row statistic (LSE or delta) for each query of a block.
   template <class Tile, int stages>
   FMHA_DEVICE void load_queries(Tile (&tiles)[stages], float (&row_stats)[stages][tile.block_m],
                                 Barrier (&full)[stages], Barrier (&empty)[stages], Slot<stages>& slot,
@@ -74,7 +74,7 @@ struct Loader {
     slot.advance();
   }
 
-  // Waits until a head's LSE and delta are made, where they are made beside the products.
+  // Waits until a head's LSE and delta are computed, if the main kernel computes them.
   FMHA_DEVICE void wait_for_delta(const Work& work, int32_t i_head) const {
     const int32_t head = work.span.i_batch * p.fwd.num_heads_q + i_head;
     if (head < schedule.num_first_query_heads) return;
@@ -97,7 +97,7 @@ struct Loader {
         head_of_delta = blocks.i_head;
       }
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
-      // K and V are loaded behind Q, whose place is free before theirs. S can start before V is there.
+      // K and V are loaded after Q, whose slot is free earlier. S can start before V has arrived.
       if (first) {
         ptx::mbarrier_wait_parity(smem.kv_empty, tile_phase ^ 1);
         ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);

@@ -28,7 +28,7 @@ struct KeptBits {
   FMHA_DEVICE static constexpr uint32_t bit_of(int e) { return 1u << e % 32; }
   FMHA_DEVICE bool has(int e) const { return words[e / 32] & bit_of(e); }
 
-  // P without what is dropped.
+  // P with dropped elements set to 0.
   FMHA_DEVICE mma::Accumulator<n> kept_of(const mma::Accumulator<n>& probs) const {
     mma::Accumulator<n> kept;
 #pragma unroll
@@ -205,7 +205,7 @@ struct Modifiers {
     }
   }
 
-  // Whether any of a fragment's queries, whose LSE in log2 these are, is far: one lane of a warp checks each query.
+  // Whether any of a fragment's queries is far, given their LSE in log2: each lane of a warp checks one query.
   FMHA_DEVICE static bool any_far(const float* lse_log2) {
     bool any = false;
 #pragma unroll

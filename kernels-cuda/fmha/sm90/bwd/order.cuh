@@ -33,8 +33,8 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
-  // Key blocks start apart from each other. Otherwise all of them would meet at the first query block, and wait for
-  // one of them.
+  // Key blocks start at different query blocks. Otherwise
+  // all would start at the first, and wait for one another.
   if constexpr ((has_semaphores<spec, tile>() || is_ordered<spec>()) && spec.fwd.mask == MaskKind::Full) {
     if (!none) {
       const Stagger stagger = stagger_of<spec, tile>(schedule, work);
@@ -99,7 +99,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
     const Range queries = query_range(work.band, work.cluster_keys, work.span.seqlen_q);
     if (!queries.empty()) work.q_blocks = {queries.begin / tile.block_m, ceil_div(queries.end, tile.block_m)};
     if constexpr (tile.head_parts) {
-      // Parts by query blocks have the same bounds for all key blocks, so that each query block is of one part.
+      // Parts by query blocks have equal bounds for all key blocks, so each query block belongs to one part.
       const int32_t q_parts = schedule.num_query_parts, i_q_part = i_part % q_parts;
       const int32_t num_blocks = ceil_div(work.span.seqlen_q, tile.block_m);
       work.q_blocks.begin = max(work.q_blocks.begin, num_blocks * i_q_part / q_parts);

@@ -1,4 +1,4 @@
-// Steps from a fragment of S^T and of dP^T to P and dS: a key to a row, queries along it.
+// Conversion of fragments of S^T and dP^T to P and dS: each row is a key, with queries along it.
 #pragma once
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/shared.cuh>
@@ -8,12 +8,12 @@
 
 namespace fmha::sm90::bwd {
 
-// The queries of a step, or a consumer's of them: the first one of the sequence and of the block.
+// The queries of a step, or one consumer's share: the first index in the sequence, and that in the block.
 struct QueryTile {
   int32_t i_head, first_query, first_row;
 };
 
-// Answer of masks as data of a block, where there are none.
+// Result of masks as data for a block, in kernels without them.
 struct NothingShown {};
 
 // Which of some blocks the mask or the end of the keys cuts.
@@ -60,7 +60,7 @@ struct Pairs {
     }
   }
 
-  // Sets to 0 what the mask hides.
+  // Sets masked elements of x to 0.
   FMHA_DEVICE void mask(Scores& x, const Work& work, const QueryTile& at, const Shown& shown = {}) const {
     const int32_t query = at.first_query + mma::fragment_column();
 #pragma unroll
@@ -143,14 +143,14 @@ struct Pairs {
     }
   }
 
-  // Decides which elements dropout keeps, or a part of them, during products that have nothing else beside them.
+  // Decides which elements dropout keeps, or a part of them, during products that overlap no other work.
   template <int part = 0, int parts = 1>
   FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {
     const int32_t batch_head = head_of_whole(p.fwd, work.span.i_batch, at.i_head);
     if constexpr (spec.fwd.dropout) kept.template decide<part, parts>(p.fwd, batch_head, first_key(work), at.first_query);
   }
 
-  // dP becomes the gradient of the score as the softmax sees it.
+  // Converts dP to the gradient of the score that the softmax sees.
   FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs, const float (&delta)[tile.block_m],
                                  const QueryTile& at, const Kept& kept) const {
     const uint32_t deltas = ptx::shared_address(&delta[at.first_row + mma::fragment_column()]);
@@ -173,7 +173,7 @@ struct Pairs {
     }
   }
 
-  // The gradient of scores becomes that of scaled products.
+  // Converts the gradient of scores to that of scaled products.
   FMHA_DEVICE void multiply_slopes(Scores& ds, const Slopes& slopes) const {
     if constexpr (Modifier::has_slopes) {
 #pragma unroll

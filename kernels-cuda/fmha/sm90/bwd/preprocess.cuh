@@ -57,7 +57,7 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
-// Stores the numbers of a row whose dO . O is known; `there`: the sequence has the row.
+// Stores the numbers of a row, given its dO . O; `there`: the row is in the sequence.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
   float lse_log2 = infinity(), delta = 0.f;
@@ -114,7 +114,7 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
     for (int32_t i = thread; i < num_blocks * num_consumer_warps(tile); i += threads) added[i] = 0;
   }
   if constexpr (makes_delta(tile)) {
-    // Flags of the query blocks whose rows the main kernel looks at.
+    // Clears the flags of the query blocks whose rows the main kernel checks.
     const int32_t end = num_q_blocks_of_all(p, schedule);
     for (int32_t i = schedule.num_first_q_blocks + thread; i < end; i += threads)
       *far_queries<spec, tile>(p, schedule, i) = 0;
@@ -153,7 +153,7 @@ struct DotOfRow {
   }
 };
 
-// Rows of a group of lanes whose loads are under way at a time.
+// Rows of a group of lanes whose loads are in flight at a time.
 constexpr int kRowsAhead = 4;
 
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
@@ -199,7 +199,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& sch
   }
 }
 
-// `masks`: those as data.
+// `masks`: the masks as data, if any.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
 FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();

@@ -33,7 +33,7 @@ struct FarQueries {
     const int32_t head = span.i_batch * p.fwd.num_heads_q + i_head;
     return *far_queries<spec, tile>(p, schedule, head * schedule.num_q_blocks + block) != 0;
   }
-  // Whether this thread, one of `threads`, finds a block with such queries in `heads`; together they look at all.
+  // Whether this thread, one of `threads`, finds a block with such queries in `heads`; together they test all.
   FMHA_DEVICE bool any(Range heads, int32_t thread, int32_t threads) const {
     const int32_t blocks = ceil_div(span.seqlen_q, tile.block_m), num = (heads.end - heads.begin) * blocks;
     bool found = false;
@@ -184,7 +184,7 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
   // Tiles lie in the main kernel's order, which under masks walks lists.
   const Work work = resolve_work<spec, tile, EveryKey, !Masks::all>(p, schedule, index);
   if (is_repaired_with_far<spec, tile>(p, schedule, work.span, work.i_head_kv)) return;
-  // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
+  // A consumer warp has 16 keys; if consumers divide the dimension, one warp of each has equal keys.
   constexpr int sharers = splits_dims(tile) ? num_consumers(tile) : 1;
   for (int32_t row = 0; work.keys.begin + row < work.keys.end; ++row) {
     bool non_finite = false;
@@ -218,7 +218,7 @@ FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& sc
   }
 }
 
-// `masks`: those as data.
+// `masks`: the masks as data, if any.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
 FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();

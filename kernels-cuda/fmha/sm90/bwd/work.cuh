@@ -93,7 +93,7 @@ FMHA_DEVICE bool has_origin(float lse) {
   return is_far(lse) && (modifies_score(spec.fwd) || abs_of(lse) >= 131072.f);
 }
 
-// Every launch starts while the one before it ends, and waits here for all of it before it touches memory.
+// Every launch may start while the one before it ends, and waits here for that one before it touches memory.
 FMHA_DEVICE void wait_for_launch_before() {
   ptx::launch_dependents();
   ptx::wait_for_grids_before();
@@ -124,7 +124,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool keeps_head_sums_apart() {
   return tile.head_parts && !has_own_parts<spec, tile>();
 }
-// Numbers that a key has in the sums of dV and dK; below it the number that all keys have.
+// Numbers that a key has in the sums of dV and dK; the function below gives that of all keys.
 template <BwdSpec spec, Sm90BwdTile tile>
 constexpr int kHeadSumsRow = 2 * Shape<spec, tile>::dim;
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -148,7 +148,7 @@ FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpa
   return parts;
 }
 
-// Query heads of a tile, and the first of them.
+// Query heads of a tile, and the index of the first.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span) {
   return p.fwd.gqa_ratio / num_head_parts<spec, tile>(schedule, span);

@@ -35,7 +35,7 @@ constexpr int32_t kPieceRows = 32;  // tokens of a piece: one for each lane
 
 constexpr int32_t warps_of(const Sm90IndexTile& tile) { return 4 * tile.warpgroups; }
 constexpr int32_t num_threads(const Sm90IndexTile& tile) { return mma::kWarpgroup * (tile.warpgroups + 1); }
-// Registers of a thread, by role, within those of the launch.
+// Registers per thread, by role, within those of the launch.
 constexpr int32_t consume_regs(const Sm90IndexTile& tile) { return tile.warpgroups == 2 ? 232 : 160; }
 constexpr int32_t load_regs(const Sm90IndexTile& tile) { return tile.warpgroups == 2 ? 40 : 32; }
 constexpr int32_t block_n(const Sm90IndexTile& tile) { return mma::kRows * tile.warpgroup_tiles * tile.warpgroups; }
@@ -50,14 +50,14 @@ struct Smem {
   Barrier k_full[tile.stages_k], k_empty[tile.stages_k], q_full[tile.stages_q], q_empty[tile.stages_q];
 };
 
-// A tile of keys, and tokens of one sequence that may see some of them.
+// A tile of keys, with tokens of one sequence that may see some of them.
 template <IndexSpec spec, Sm90IndexTile tile>
 struct Piece {
   int32_t i_batch, first_key, first_row, num_rows, length;
   Range lane_keys;  // candidates of the token `first_row` + the lane
   uint32_t seen;    // tokens that see a key of the tile
 
-  // Whether there is a piece at `index`. All lanes of a warp ask together.
+  // Whether there is a work item at `index`. Called by all lanes of a warp together.
   FMHA_DEVICE bool resolve(const ChooseParams& p, int32_t index) {
     const int32_t blocks = ceil_div(p.seqlen_k, block_n(tile));
     const int32_t groups = ceil_div(min(p.seqlen_q, p.row_end - p.row_begin), kPieceRows);
@@ -82,7 +82,7 @@ struct Piece {
   FMHA_DEVICE bool has_tokens_of(const Piece& other) const {
     return first_row == other.first_row && seen == other.seen;
   }
-  // Whether its tokens may stay: half of the slots are left for those of the next one.
+  // Whether the item's tokens may stay: half of the slots are left for those of the next item.
   FMHA_DEVICE bool stays() const { return __popc(seen) <= tile.stages_q / 2; }
 };
 
@@ -112,7 +112,7 @@ struct Loader {
       const int32_t box = i / KTile::num_chunks, chunk = i % KTile::num_chunks;
       const int32_t j = piece.first_key + box * tile.box_keys;
       choose::KeyPlace place = {piece.i_batch, j};
-      // Keys beyond the last: pages of those that are there, whose products nothing stores.
+      // Keys beyond the last use existing pages; their products are not stored.
       if constexpr (spec.paged) {
         const int32_t last = (max(piece.length, 1) - 1) / tile.box_keys * tile.box_keys;
         place = choose::place_of<true>(p, piece.i_batch, min(j, last));
@@ -209,7 +209,7 @@ struct Consumer {
       for (int32_t r = 0; r < 2; ++r)
         scale[m][r] = spec.k_scale ? smem.scale[k_slot.index][key_of(m) + mma::fragment_row() + 8 * r] : 1.f;
     }
-    // All lanes have read their scales before one of them hands the slot back.
+    // All lanes must have read their scales before one of them hands the slot back.
     __syncwarp();
     ptx::mbarrier_arrive_if(smem.k_empty[k_slot.index], signals());
     k_slot.advance();
@@ -330,7 +330,7 @@ struct Consumer {
     }
   }
 
-  // The piece's tokens; leaves `q_slot` behind the last.
+  // Scores the item's tokens; leaves `q_slot` after the last.
   FMHA_DEVICE void score_tokens(bool keeps) {
     uint32_t rest = piece.seen;
     if constexpr (tile.run_tokens > 1) {

@@ -12,8 +12,8 @@ struct WalkedAddresses {
   typename Columns::LaneAddresses columns;
 };
 
-// A thread loads four rows of one 16-byte chunk, and writes them as chunks of rows and as runs of columns. Lanes that
-// write at once have rows of two runs whose columns share a chunk: eight rows apart in KeyOrder.
+// A thread loads a 16-byte chunk of four rows, and writes them to LDS by rows and, transposed, by columns.
+// Lanes that write at once have rows of two runs whose columns share a chunk: eight rows apart in KeyOrder.
 template <int dim, int num_rows>
 using WalkedRows = LdsMatrix<num_rows, dim * kElemBytes, 0, 2 * kRun>;
 template <int dim, int num_rows>

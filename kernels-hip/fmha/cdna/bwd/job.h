@@ -60,7 +60,7 @@ struct WalkedStats {
   alignas(16) float delta[columns];
 };
 
-// A stage: what scores are made of, Q or K, and what dP is made of, dO or V.
+// A stage of LDS: the operand of scores, Q or K, and the operand of dP, dO or V.
 template <class Score, class Value, MatrixBwdTile tile>
 struct WalkedLds {
   struct Stage {
@@ -104,8 +104,8 @@ FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
                              p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch));
 }
 
-// Order of the workgroups: blocks of own rows, those that see most first, and for each block all heads. Workgroups
-// are dealt to the XCDs one after another, so that where heads are a multiple of them those of a head share an L2.
+// Order of the workgroups: blocks of own rows, those that see most first, and for each block all heads.
+// Hardware assigns workgroups to XCDs round-robin: with a multiple of XCDs, a head's share an L2.
 template <class U>
 FMHA_DEVICE Job job_of(const FwdParams& p) {
   constexpr MatrixBwdTile tile = U::tile;

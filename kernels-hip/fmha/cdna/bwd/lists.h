@@ -48,7 +48,7 @@ struct WaveSums {
 FMHA_DEVICE int wave_idx() { return v_readfirstlane_b32(thread_idx() / kWaveSize); }
 FMHA_DEVICE int32_t column_of(int block, int i_wave) { return (block * kWaves + i_wave) * kEdge; }
 
-// A lane's row, the wave's steps of it.
+// Loads a lane's row: the wave's steps of it.
 template <int dim, int steps>
 FMHA_DEVICE void load_row(Array<Frag, steps>& to, const uint8_t* row, int i_wave) {
   const int half = lane_half();
@@ -59,8 +59,8 @@ FMHA_DEVICE void load_row(Array<Frag, steps>& to, const uint8_t* row, int i_wave
   }
 }
 
-// The 16 rows of a block of 32 that a lane has in a product over rows, each half of the wave its own. `offset`: in
-// bytes, of the row that is the lane's number in its half.
+// The 16 rows of a block of 32 that a lane has in a product over rows, with other rows in each
+// half of the wave. `offset`: byte offset of the row whose number is the lane's within its half.
 struct RowsOfLane {
   const uint8_t* at[2][8];
 
@@ -80,7 +80,7 @@ struct RowsOfLane {
     return rows;
   }
 
-  // Column `column` of the rows whose bit is set, of others 0: two operands.
+  // Column `column` of the rows whose bit is set, and 0 for the others: two operands.
   FMHA_DEVICE Array<Frag, 2> column(int32_t column, uint32_t shown) const {
     const uint32_t of_half = shown >> (lane_half() * kRun);
     Array<Frag, 2> frags = {};
@@ -102,7 +102,7 @@ FMHA_DEVICE void add_rows(Array<Acc, blocks>& sums, const RowsOfLane& rows, uint
   const BlockFrags frags = block_frags<dtype>(x);
 #pragma unroll
   for (int b = 0; b < blocks; ++b) {
-    // Columns behind the row's end repeat its last; their sums are not stored.
+    // Columns beyond the row's end repeat its last column; their sums are not stored.
     const Array<Frag, 2> columns = rows.column(min(column_of(b, i_wave) + lane_col(), dim - 1), shown);
 #pragma unroll
     for (int s = 0; s < 2; ++s) sums[b] = mma_step<dtype>(columns[s], frags[s], sums[b]);
@@ -118,7 +118,7 @@ FMHA_DEVICE Acc product(const Array<Frag, steps>& a, const Array<Frag, steps>& b
   return x;
 }
 
-// Adds the other waves' sums of scores and of dP: pairs of waves first, so that all four get the same bits.
+// Adds the other waves' sums of scores and of dP: pairs of waves first, so that all four waves get equal bits.
 FMHA_DEVICE void add_others(WaveSums& lds, Acc& s, Acc& dp, int i_wave) {
   const int lane = thread_idx() % kWaveSize;
   s_barrier_of_lds();  // all waves have read the block before
@@ -156,7 +156,7 @@ struct QueryNumbers {
   }
 };
 
-// P and dS of a pair whose raw score and dP are known. A pair that is not there has none, whatever it holds.
+// P and dS of a pair from its raw score and dP. They are 0 for an absent pair, whatever its operands hold.
 template <class Modifiers>
 FMHA_DEVICE void pair(float& s, float& dp, const Modifiers& modifiers, int32_t i, const QueryNumbers& row, float times,
                       bool there) {
@@ -183,7 +183,7 @@ FMHA_DEVICE int64_t head_offset(const View& view, const SeqSpan& span, int32_t i
   return row_offset(view, span.storage_batch, int64_t(span.q_row) + i, i_head) * kElemBytes;
 }
 
-// dQ. Workgroups: blocks of a token's heads, of every token, of every kv head and sequence in turn.
+// dQ. Workgroups are blocks of a token's heads, for every token, kv head and sequence.
 template <BwdSpec spec>
 FMHA_DEVICE void dq(const ListsBwdParams& params) {
   using C = Config<spec>;
@@ -195,7 +195,7 @@ FMHA_DEVICE void dq(const ListsBwdParams& params) {
   const SeqSpan span = span_of(p.fwd, head / p.fwd.num_heads_kv);
   if (i >= span.seqlen_q) return;
   const TokenList list = list_of<spec>(params, span, i, i_head_kv);
-  // Lanes behind the last head compute it too, and store nothing.
+  // Lanes beyond the last head repeat it, and store nothing.
   const int32_t row = min(first_head + lane_col(), p.fwd.gqa_ratio - 1), i_head = i_head_kv * p.fwd.gqa_ratio + row;
   Array<Frag, C::score_steps> q;
   Array<Frag, C::value_steps> dout;
@@ -332,7 +332,7 @@ FMHA_DEVICE void add_token(KeysLds<range>& lds, const ListsBwdParams& params, co
   const int32_t gqa = p.fwd.gqa_ratio, i_wave = wave_idx();
 #pragma nounroll
   for (int32_t block = 0; block < num; block += kRows) {
-    // Lanes behind the last key have it too, and add nothing.
+    // Lanes beyond the last key repeat it, and add nothing.
     const int32_t n = block + lane_col(), at = lds.keys.named[min(n, num - 1)], j = first_key + at;
     const float times = float(lds.keys.listed[at]);
     Array<Frag, C::score_steps> k;
@@ -384,7 +384,7 @@ FMHA_DEVICE void add_token(KeysLds<range>& lds, const ListsBwdParams& params, co
   }
 }
 
-// dK and dV. Workgroups: ranges of keys, of every kv head and sequence in turn.
+// dK and dV. Workgroups are ranges of keys, for every kv head and sequence.
 template <BwdSpec spec, int range>
 FMHA_DEVICE void keys(const ListsBwdParams& params) {
   __shared__ KeysLds<range> lds;

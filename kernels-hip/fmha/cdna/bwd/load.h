@@ -1,4 +1,4 @@
-// Walked rows from memory to registers to LDS, and own rows from memory to the registers that keep them.
+// Loads of walked rows through registers to LDS, and of own rows to the registers in which they stay.
 #pragma once
 #include <fmha/cdna/bwd/config.h>
 #include <fmha/cdna/load.h>
@@ -36,7 +36,7 @@ class Reader<LoadPath::Element> {
   TensorRows rows_;
 };
 
-// The own rows of a wave: its lane's row, as the B operand of scores or of dP.
+// The own rows of a wave: each lane's row, as the B operand of scores or of dP.
 template <LoadPath load, int steps>
 FMHA_DEVICE void load_own(Array<Frag, steps>& own, const TensorRows& rows) {
   const Reader<load> reader(rows);
@@ -47,8 +47,8 @@ FMHA_DEVICE void load_own(Array<Frag, steps>& own, const TensorRows& rows) {
   }
 }
 
-// A block of walked rows in flight, loaded by `threads` threads of which this is number `thread`: pieces of four
-// adjacent rows, 16 bytes of each.
+// A block of walked rows in flight, loaded by `threads` threads, of which
+// this is number `thread`, in pieces of 16 bytes of four adjacent rows.
 template <int dim, int columns, int threads, LoadPath load>
 class WalkedLoad {
   static constexpr int num_runs = columns / kRun, pieces_per_row = dim * kElemBytes / kFragBytes;
@@ -102,8 +102,8 @@ class WalkedLoad {
     int i_run, first_row, i_chunk;
   };
 
-  // A group of lanes reads a line of a row, the next group the rows whose runs share a 16-byte chunk of a column with
-  // theirs: the lanes that write to LDS at once touch every bank once.
+  // A group of lanes reads a line of a row; the next group reads the rows whose runs share a 16-byte
+  // chunk of a column with these. Lanes that write to LDS at once then touch every bank once.
   static FMHA_DEVICE Piece piece(int id) {
     const int rest = id / (group * runs_of_chunk);
     const int i_run = id / group % runs_of_chunk + rest / groups_per_row * runs_of_chunk;
@@ -113,7 +113,7 @@ class WalkedLoad {
   Frag piece_[per_thread][kRun];
 };
 
-// Which of the walked rows a thread loads: the first half of the waves what scores are made of, the second what dP is.
+// Which walked rows a thread loads: the first half of the waves the operand of scores, the second that of dP.
 template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct BlockLoad {
   using C = Config<spec, tile>;
@@ -160,8 +160,8 @@ struct BlockLoad {
     if (alike || loads_score) score.issue(from, thread);
     else value.issue(from, thread);
     if constexpr (!C::queries_own) {
-      // LSE and delta exist for whole blocks of 32 queries; behind them a tile's block is past the lengths, and
-      // skipped.
+      // LSE and delta exist for whole blocks of 32 queries; later
+      // blocks of a tile are beyond the lengths, and skipped.
       const int32_t query = min(first + thread % tile.columns, int32_t(params.bwd.stats_batch) - 1);
       if (loads_stats) stat = stats[i_head * params.bwd.stats_head + query];
     }

@@ -1,4 +1,4 @@
-// A wave's own rows and their sums, and what a block of walked rows adds to them.
+// A wave's own rows and their sums, and the contributions of a block of walked rows.
 #pragma once
 #include <fmha/cdna/bwd/pairs.h>
 #include <fmha/isa/num.h>
@@ -25,7 +25,7 @@ struct Owner {
     lanes.find();
   }
 
-  // Block `b` of a stage. `edge`: some of its pairs are hidden, or past the lengths.
+  // Adds block `b` of a stage. `edge`: some of its pairs are hidden, or beyond the lengths.
   template <class Stats>
   FMHA_DEVICE void add(const Pairs<U>& pairs, const typename C::Stage& stage, int b, const PairPlace& at, bool edge,
                        const Stats& stats) {
@@ -33,7 +33,7 @@ struct Owner {
     s = U::product(stage.score, lanes.score(), b, own_score);
     if constexpr (C::makes_ds) dp = U::product(stage.value, lanes.value(), b, own_value);
 
-    // Reloaded: kept across products, parameters would fill the scalar registers.
+    // Parameters are reloaded: kept across the products, they would fill the scalar registers.
     const FwdParams& p = reload_params<MatrixBwdParams>().bwd.fwd;
     if constexpr (spec.modifies) pairs.modify(s, slopes, at);
     const float to_log2 = spec.modifies ? kLog2E : p.softmax_scale * kLog2E;
@@ -67,7 +67,7 @@ struct Owner {
       for (int i = 0; i < 16; ++i) {
         if constexpr (spec.dropout) dp[i] = kept >> i & 1 ? dp[i] * p.dropout_scale : 0.f;
         dp[i] = s[i] * (dp[i] - stats.delta(i));
-        // A pair that a function hides has a P of 0, and its dP may be NaN.
+        // A pair that a function hides has P = 0, but its dP may be NaN.
         if constexpr (code::kIsGiven) dp[i] = s[i] == 0.f ? 0.f : dp[i];
         if constexpr (spec.modifies) dp[i] *= slopes[i];
       }

@@ -24,7 +24,7 @@ struct Pairs {
   int32_t i_head;
 
   static FMHA_DEVICE Pair pair_of(const PairPlace& at, int i) {
-    // Steps of their own would take a scalar register more than there are (clang 22).
+    // Separate step variables would need more scalar registers than there are (clang 22).
     const int32_t step = U::walked_row(i, 0);
     return queries_own ? Pair{at.own, at.walked + step} : Pair{at.walked + step, at.own};
   }
@@ -35,20 +35,20 @@ struct Pairs {
     if constexpr (spec.mask == MaskKind::Full) return is_there;
     return is_there && visible(band, i, j);
   }
-  // Pairs that the mask hides or the lengths end before become 0. A select, since they may be NaN.
+  // Pairs that the mask hides or that are beyond the lengths become 0, by a select, since they may be NaN.
   FMHA_DEVICE void hide(PairValues& x, PairPlace at) const {
-    // Visibility is computed again each time: kept answers would fill scalar registers from S to dS.
+    // Visibility is recomputed each time: results kept from S to dS would fill scalar registers.
     opaque_in_vgpr(at.own);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = sees(pair_of(at, i)) ? x[i] : 0.f;
   }
 
-  // Pairs of a lane that the band, masks as data and a mask as code beside them show: a bit to each. The whole wave
-  // asks.
+  // A bit for each of a lane's pairs that the band, masks as
+  // data and a mask as code show. All lanes must call it.
   FMHA_DEVICE uint32_t shown(const PairPlace& at) const {
     const MaskedBwdParams& p = reload_params<MaskedBwdParams>();
     const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
-    // The first lane has the first own row, and its first register the first walked one.
+    // Lane 0 has the first own row, and its register 0 the first walked row.
     const int32_t first_own = v_readfirstlane_b32(at.own), first_walked = v_readfirstlane_b32(at.walked);
     ShownBits<1> words;
     if constexpr (queries_own) {
@@ -67,7 +67,7 @@ struct Pairs {
       const Pair pair = pair_of(at, i);
       uint32_t is_shown = seen >> row & uint32_t(sees(pair));
       if constexpr (code::kIsGiven) {
-        // No branch around the function: one hid pairs that it shows (clang 22, emulated; cause not found).
+        // No branch around the function: with one, shown pairs were hidden (clang 22, emulated; cause unknown).
         const uint32_t by_function = Functions::of(p.bwd.bwd.fwd, span, i_head).shows(pair);
         is_shown &= full >> row | by_function;
       }
@@ -93,7 +93,7 @@ struct Pairs {
     FMHA_DEVICE void forget_place() {}
     FMHA_DEVICE Pair pair(int e) const { return pair_of(place, e); }
   };
-  // Raw scores to natural ones, and their slopes.
+  // Converts raw scores to natural ones, and computes their slopes.
   FMHA_DEVICE void modify(PairValues& s, PairValues& slopes, const PairPlace& at) const {
     const MatrixBwdParams& params = reload_params<MatrixBwdParams>();
     s *= params.bwd.fwd.softmax_scale;
@@ -101,12 +101,12 @@ struct Pairs {
     apply_given<typename U::Tanh, !spec.masks>(Fragment{s, slopes, at}, params.bwd.fwd, DType(params.dtype_bias), span, i_head);
   }
 
-  // Which of a block's pairs dropout keeps, a bit to each. Parameters are reloaded for each call of the generator: kept
-  // across the loop, the keys of its ten rounds would spill scalar registers.
+  // A bit for each of a block's pairs that dropout keeps. Parameters are reloaded for each call of
+  // the generator: kept across the loop, the keys of its ten rounds would spill scalar registers.
   FMHA_DEVICE uint32_t kept(const PairPlace& at) const {
     if (!reload_params<MatrixBwdParams>().drops) return 0xffff;
     uint32_t kept = 0;
-    // Registers of a lane whose keys lie in one four.
+    // Number of a lane's registers whose keys belong to one group of four.
     constexpr int of_four = U::walked_row(1, 0) == 1 ? 4 : 2;
 #pragma nounroll
     for (int call = 0; call < (queries_own ? 16 / of_four : 16); ++call) {
@@ -124,7 +124,7 @@ struct Pairs {
         const int32_t query = at.walked + U::walked_row(call, 0);
         const int32_t key = at.own + p.dropout_key_of_quad, word = key % 4;
         const auto words = dropout_words(p, batch_head, query, key / 4);
-        // Selects: an array of registers that lanes index differently would lie in scratch memory.
+        // Selects are used: an array of registers with a different index in each lane would lie in scratch memory.
         const uint32_t low = word % 2 ? words[1] : words[0], high = word % 2 ? words[3] : words[2];
         kept |= uint32_t((word / 2 ? high : low) < p.dropout_threshold) << call;
       }

@@ -22,12 +22,12 @@ FMHA_DEVICE int64_t num_key_words(const BwdParams& p) {
   return int64_t(p.fwd.batch) * p.fwd.num_heads_kv * ceil_div(p.fwd.seqlen_k, kRowsOfWord);
 }
 
-// A NaN is one whatever its bits, and a caller's in f32 may have any; where the products round to bf16 by an addition
-// to a number's bits, those of the largest would become 0.
+// Replaces a NaN by the usual one: a caller's f32 NaN may have any bits, and where
+// products round to bf16 by adding to a number's bits, the largest NaN would become 0.
 FMHA_DEVICE float usual_nan(float x) { return is_nan(x) ? float_of(0x7fc00000) : x; }
 
-// Address of the flags of rows `first` ...: those of dQ, then of dK (with dV, where one launch sums both), then of
-// dV.
+// Address of the flags of rows `first` ...: those of dQ,
+// then of dK (with dV, if one launch sums both), then of dV.
 FMHA_DEVICE int32_t* nonfinite_of(const BwdParams& p, BwdSums sums, int32_t i_batch, int32_t head, int32_t first) {
   if (sums == BwdSums::Dq) {
     return p.non_finite + (int64_t(i_batch) * p.fwd.num_heads_q + head) * ceil_div(p.fwd.seqlen_q, kRowsOfWord) +
@@ -43,7 +43,7 @@ FMHA_DEVICE int32_t* has_far(const BwdParams& p, int32_t i_batch, int32_t i_head
   return p.schedulers + int64_t(i_batch) * p.fwd.num_heads_kv + i_head_kv;
 }
 
-// The launch before: rows in whole words, LSE +infinity and delta 0 past a length, so that products read them unasked.
+// The first launch: rows in whole words, LSE +infinity and delta 0 beyond a length, so that products need no test.
 template <BwdSpec spec, class Masks = NoMasks>
 FMHA_DEVICE void stats(const BwdParams& p, const Masks& masks = {}) {
   const int64_t at = simt::row_of_wave();
@@ -82,7 +82,7 @@ FMHA_DEVICE uint32_t rows_there(int32_t first, int32_t end) {
   return end - first >= kRowsOfWord ? ~0u : (1u << max(end - first, 0)) - 1;
 }
 
-// The launch behind: words of queries, words of keys, then rows of dBias, then dSink.
+// The last launch: words of queries, words of keys, then rows of dBias, then dSink.
 template <BwdSpec spec, bool splits_keys, class Masks = NoMasks>
 FMHA_DEVICE void rest(const BwdParams& p, const Masks& masks = {}) {
   constexpr bool hides = hides_pairs(spec.fwd) || !Masks::all;
@@ -111,8 +111,8 @@ FMHA_DEVICE void rest(const BwdParams& p, const Masks& masks = {}) {
     uint32_t rows = *has_far(p, span.i_batch, head) ? ~0u : 0;
     if constexpr (hides) {
       rows |= *nonfinite_of(p, BwdSums::DkDv, span.i_batch, head, first);
-      // No call shows it while both launches walk the same blocks: a dO that is not finite makes delta so, and dK of
-      // the same pairs.
+      // No call needs this while both launches visit equal blocks: a
+      // non-finite dO makes delta non-finite, and so dK of these pairs.
       if constexpr (splits_keys) rows |= *nonfinite_of(p, BwdSums::Dv, span.i_batch, head, first);
     }
     for_each_row(uniform_word(rows) & rows_there(first, span.seqlen_k), first,

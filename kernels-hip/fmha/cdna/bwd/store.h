@@ -32,7 +32,7 @@ FMHA_DEVICE void store_row(const View& view, int64_t row, const Array<typename U
   }
 }
 
-// NaN where one of the sums is not finite, else 0.
+// Returns NaN if one of the sums is not finite, otherwise 0.
 template <class U, int blocks>
 FMHA_DEVICE float zero_if_finite(const Array<typename U::Acc, blocks>& sums) {
   float zero = 0.f;
@@ -44,8 +44,8 @@ FMHA_DEVICE float zero_if_finite(const Array<typename U::Acc, blocks>& sums) {
   return zero;
 }
 
-// Bits of the wave's own rows, from row `first` on, that have a non-finite sum. It may come from a hidden NaN, for
-// hidden pairs are multiplied too, by 0. The launch behind computes those rows again (rest.h).
+// Bits of the wave's own rows, from row `first` on, that have a non-finite sum. A hidden NaN may be
+// the cause, since hidden pairs are multiplied by 0. The last launch recomputes those rows (rest.h).
 template <class U>
 FMHA_DEVICE void store_nonfinite(int32_t* word, int32_t first, float zero) {
   const uint64_t lanes = v_cmp_ballot(is_nan(zero));

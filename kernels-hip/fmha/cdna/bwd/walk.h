@@ -7,13 +7,13 @@
 
 namespace fmha::cdna::bwd {
 
-// Position of the walk: blocks of a head, then those of the next.
+// Position of the walk: the blocks of one head, then those of the next.
 struct Place {
   int32_t i_head, i_block;
 };
 
-// The blocks that each head of a workgroup walks: those that the band shows it, of all heads the same; under masks as
-// data those of the head's list, which a launch before has made.
+// The blocks that a workgroup walks for each head: those of the band, which are equal for
+// all heads; under masks as data those of the head's list, which a launch before has made.
 template <class U>
 struct HeadBlocks {
   const Job& job;
@@ -102,7 +102,7 @@ class Walk {
   }
 
  private:
-  // The last block is loaded once more behind the walk's end, unread, which saves a branch.
+  // The last block is loaded once more at the walk's end without being read, which saves a branch.
   FMHA_DEVICE Place after(const Place& place) const {
     Place next = place;
     blocks_.advance(next);
@@ -203,7 +203,7 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
     }
     if constexpr (C::makes_dv) {
       const View& view = then.bwd.dv;
-      // The factor is applied in f32: P times it would be rounded once more, every P of 1 by the same share.
+      // The factor is applied in f32: multiplying P by it would round again, every P of 1 by an equal share.
       const float dropout_scale = U::spec.dropout ? then.bwd.fwd.dropout_scale : 1.f;
       store_row<U>(view, row_offset(view, job.span.i_batch, job.span.k_row + row, job.i_head_kv), owner.dvalue,
                    dropout_scale / U::p_scale, then.head_dim_v);

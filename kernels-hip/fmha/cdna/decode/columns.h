@@ -43,7 +43,7 @@ class SharedColumns {
     if constexpr (spec.v_in_k) lane_ = Keys::lane_addresses();
   }
 
-  // A lane has adjacent columns of 16 keys, which it writes to the keys' rows.
+  // A lane has adjacent columns of 16 keys, which it writes to the keys' rows in LDS.
   FMHA_DEVICE void put_latent(const VTile<spec>& v) {
     s_barrier();  // all waves have read the sums of the tile before
     if constexpr (spec.v_in_k) {
@@ -62,14 +62,14 @@ class SharedColumns {
     }
   }
 
-  // K's operand of a step whose columns came with V.
+  // K's operand of a step whose columns were loaded with V.
   FMHA_DEVICE Frag frag(int step) const {
     if constexpr (spec.v_in_k) return lds_.of_waves[i_wave_].keys.frag(lane_, 0, step);
     return Frag{};
   }
 
-  // Adds the sums of the other waves. Sums of two waves are added first, then those of both pairs, so that all four get
-  // the same bits.
+  // Adds the sums of the other waves: sums of two waves first,
+  // then those of both pairs, so that all four get equal bits.
   FMHA_DEVICE void add_others(Acc& s) {
     static_assert(C::column_waves == 4, "two pairs of waves");
     uint32_t lane = uint32_t(opaque_thread_idx()) % kWaveSize;
@@ -82,7 +82,7 @@ class SharedColumns {
     s_barrier();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      // Splits the twelve reads: all together would take 48 registers, and a tile's would spill.
+      // Splits the twelve reads: all at once would need 48 registers, and a tile's registers would spill.
       if (r == 2) opaque_in_vgpr(s), opaque_in_vgpr(lane);
       const Frag mate = lds_.of_waves[i_wave_ ^ 1].sums[r][lane], first = lds_.of_waves[i_wave_ ^ 2].sums[r][lane],
                  second = lds_.of_waves[i_wave_ ^ 3].sums[r][lane];

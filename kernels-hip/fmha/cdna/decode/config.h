@@ -21,18 +21,18 @@ struct Config {
   static constexpr int stored_bytes = size_bytes(spec.stored);
   // Waves that share the columns of their rows.
   static constexpr int column_waves = spec.column_waves;
-  // Steps of K Q over a wave's columns of a padded row, 16 elements each, and those that a load of a lane serves: of
-  // 16 bytes, and of one-byte columns that waves share of 8, since a wave may have an odd number of steps.
+  // Steps of K Q over a wave's columns of a padded row, 16 elements each, and the steps per load of a lane. A
+  // load has 16 bytes, or 8 for one-byte columns that waves share, since a wave may have an odd number of steps.
   static constexpr int qk_steps = spec.head_dim_qk / column_waves / 16;
   static constexpr int steps_of_load = column_waves == 1 ? 2 / stored_bytes : 1;
-  // V's columns are dealt out to the 32 lanes of half a wave: adjacent ones to a lane, so that a load of all lanes is
-  // two whole rows. Column n of each lane makes block n of O.
+  // V's columns are divided among the 32 lanes of half a wave, adjacent ones to a lane, so
+  // that a load by all lanes reads two whole rows. Column n of every lane forms block n of O.
   static constexpr int columns = spec.head_dim_v / column_waves / kEdge;
   static constexpr int wave_columns = columns * kEdge;
   static constexpr int pv_steps = kTileKeys / 16;
   static constexpr int v_bytes = columns * stored_bytes;  // of a lane and key
   static constexpr int v_words = ceil_div(v_bytes, 4);
-  // Steps whose columns of K are columns of V too, in latent rows; and how many of them are read once for both.
+  // Steps whose columns of K are also columns of V, in latent rows, and how many are read once for both.
   static constexpr bool has_steps_of_v =
       column_waves > 1 && (spec.head_dim_qk == spec.head_dim_v + 64 || spec.head_dim_qk == spec.head_dim_v);
   static constexpr int steps_of_v = has_steps_of_v ? wave_columns / 16 : 0;
@@ -45,10 +45,10 @@ struct Config {
   static_assert(size_bytes(spec.dtype) == 2, "products are of 16-bit operands");
 };
 
-// The first element of a row that a lane has in step `step` of K Q. A lane's elements of two steps are adjacent: of a
-// cache of one byte an element they are one load. Any order would do, since K and Q have the same; it is one for all
-// types of the cache, so that a quantised one has the bits of its 16-bit twin. Of waves that share columns, each has
-// a run of them; of latent rows the run that it has of V, and then its part of what lies behind.
+// The first element of a row that a lane has in step `step` of K Q. A lane's elements of two steps are
+// adjacent: with one-byte elements they are one load. Any order that K and Q share would do; all cache
+// types use one order, so that a quantised cache is bit-equal to a 16-bit one. Waves that share columns
+// have a run each; in latent rows its columns of V, and then its part of the remaining columns.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
   using C = Config<spec>;
@@ -59,10 +59,10 @@ FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
   return spec.head_dim_v + behind * 16 + half * 8;
 }
 
-// Key of register or element `j` of step `step` of P V, within a tile: where K Q left its probability.
+// Key of register or element `j` of step `step` of P V, within a tile: where the product K Q left its probability.
 FMHA_DEVICE constexpr int key_of(int step, int j, int half) { return acc_row(8 * step + j, half); }
 
-// Number of the wave among those that share their rows' columns.
+// Index of the wave among the waves that share the columns of its rows.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE int column_wave() {
   return Config<spec>::column_waves == 1 ? 0 : v_readfirstlane_b32(thread_idx() / kWaveSize);

@@ -1,9 +1,9 @@
-// Lists of keys: a piece of work has heads of one token and kv head, and a part of the token's list. Keys of the walk
-// are places in the list; what stands at a place names the key that is loaded, or no key.
+// Lists of keys: a work item has heads of one token and kv head, and a part of the token's list.
+// The loop runs over places in the list; the entry at a place names the key to load, or no key.
 //
-// The entry of a place is read two tiles before its row, and the block table's entry one tile before. A place that
-// names no key has the row that its lane had last, so that every lane loads memory of the cache and no branch has loads
-// on one side alone. The row's score is hidden, and its V becomes 0 in registers.
+// The entry of a place is read two tiles before its row, and the block table's entry one tile before. For
+// a place without a key the lane loads its previous row again, so that every lane loads cache memory and
+// no branch has loads on one side alone. The row's score is hidden, and its V becomes 0 in registers.
 #pragma once
 #include <fmha/cdna/decode/pieces.h>
 #include <fmha/isa/sched.h>
@@ -11,7 +11,7 @@
 
 namespace fmha::cdna::decode {
 
-// The list of token i of a sequence; `span` as the call has it.
+// The list of token i of a sequence; `span` is that of the call.
 FMHA_DEVICE TokenList list_of(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head_kv) {
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
   return {p, reload_params<ListDecodeParams>().lists, span, band, i, i_head_kv};
@@ -24,14 +24,14 @@ FMHA_DEVICE TokenList list_of(const FwdParams& p, const Job& job) {
   return list_of(p, span, job.queries.begin, job.i_head_kv);
 }
 
-// Places that are walked: none where a list can name no key.
+// Number of places to process: 0 if a list can name no key.
 FMHA_DEVICE int32_t places_of(const TokenList& list) {
   const bool has_keys = list.lists.addresses ? list.p.num_pages > 0 : list.span.seqlen_k > 0;
   return has_keys ? v_readfirstlane_b32(list.count()) : 0;
 }
 
-// Piece `at` of the launch, with `rows` heads at most. Neighbours have other heads of the same token. False: the token
-// or the part does not exist.
+// Work item `at` of the launch, with at most `rows` heads. Neighbours have other
+// heads of the same token. Returns false if the token or the part does not exist.
 template <int rows>
 FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) {
   const FwdParams& p = params.call.fwd;
@@ -47,7 +47,7 @@ FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) 
   job.queries = {i, i + 1};
   job.nameable = job.span.seqlen_k;
   job.span.seqlen_k = places_of(list_of(p, job));
-  // The merge reads a part of each token even where its list is empty.
+  // The merge reads a part of each token even if its list is empty.
   const int64_t begin = int64_t(number) * params.part_keys;
   if (number > 0 && begin >= job.span.seqlen_k) return false;
   job.part = number * p.batch + job.span.i_batch;
@@ -56,7 +56,7 @@ FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) 
   return true;
 }
 
-// Places of one tile of a list after another, as SequencePlaces has those of a sequence.
+// Places of a list, one tile after another, as SequencePlaces has those of a sequence.
 class ListPlaces {
   int32_t entry_;    // as the list has it, of the lane's place in the tile after the next
   KeyPlaces next_;   // of its place in the next tile; the key is negative where there is none
@@ -71,7 +71,7 @@ class ListPlaces {
     entry_ = list_of(p, job).entry(place(job, tiles, 0, lane));
   }
 
-  // Looks up the keys that tile n's entries name, and reads the entries of the tile behind it.
+  // Looks up the keys that tile n's entries name, and reads the entries of the next tile.
   template <class Tiles>
   FMHA_DEVICE void find(const FwdParams& p, const Job& job, const Tiles& tiles, int32_t n, int lane) {
     const TokenList list = list_of(p, job);
@@ -97,7 +97,7 @@ class ListPlaces {
  private:
   static FMHA_DEVICE bool is_of_addresses() { return reload_params<ListDecodeParams>().lists.addresses != 0; }
 
-  // The lane's place in tile n, or in the last one; behind the part the part's last.
+  // The lane's place in tile n, or in the last tile; beyond the part, the part's last place.
   template <class Tiles>
   static FMHA_DEVICE int32_t place(const Job& job, const Tiles& tiles, int32_t n, int lane) {
     return min(tiles.first_key(min(n, tiles.count - 1)) + lane, job.keys.end - 1);

@@ -1,4 +1,4 @@
-// Q, K and V from memory straight to the operands of matrix instructions: nothing goes through LDS.
+// Loads Q, K and V from memory directly into the operands of matrix instructions, without LDS.
 //
 // K: lane l has key l % 32, 16 bytes of its row at a time. V: half a wave has one key's row, a run of adjacent
 // columns in each lane; eight keys of a column make an operand, put together by byte permutes. Column n of lane m's
@@ -12,7 +12,7 @@
 
 namespace fmha::cdna::decode {
 
-// Words of 4 bytes whose address is a multiple of 4, and no more than that is known of it.
+// Words of 4 bytes whose address is only known to be a multiple of 4.
 template <int words>
 using Words __attribute__((aligned(4))) = Vec<uint32_t, words>;
 
@@ -28,8 +28,8 @@ FMHA_DEVICE uint32_t load_code(const uint8_t* from) {
   return load_global<uint16_t>(from);
 }
 
-// Elements `first` ... of a row, so many words of them; what lies behind the row's end is 0. `ends_early`: the row
-// ends before it is padded to.
+// Elements from `first` on of a row, `words` words of them; elements beyond the
+// row's end are 0. `ends_early`: the row is shorter than its padded length.
 template <LoadPath load, int bytes, bool ends_early, int words = 4>
 FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
   if constexpr (load == LoadPath::Element) {
@@ -46,15 +46,15 @@ FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, i
   } else {
     const Vec<uint32_t, words> chunk = load_global<Words<words>>(row + (!ends_early || first < dim ? first : 0) * bytes);
     if constexpr (!ends_early) return chunk;
-    // A row is whole chunks, so that one begins within it or lies behind it: there, the row's first was read in its
-    // place. The mask is opaque: as selects of the compiler's, a row's chunks would fill the scalar registers.
+    // Rows are whole chunks; for a chunk beyond the row, the row's first chunk was read instead and is masked
+    // to 0. The mask is opaque: compiler-made selects for a row's chunks would fill the scalar registers.
     uint32_t is_there = first < dim ? 0xffffffff : 0;
     opaque_in_vgpr(is_there);
     return chunk & is_there;
   }
 }
 
-// Byte `at` of a word, by the instruction where the architecture has the type, else by its bits.
+// Byte `at` of a word as f32, by the instruction if the architecture supports the type, otherwise by its bits.
 template <DType dtype, int at>
 FMHA_DEVICE float widened(uint32_t word) {
   static_assert(is_fp8(dtype), "wider types have no bytes to widen");
@@ -96,12 +96,12 @@ struct KTile {
   static constexpr int words = C::steps_of_load * 2 * C::stored_bytes;  // of a load
   Vec<uint32_t, words> chunks[loads];
 
-  // Loads the columns from step `latent_steps` on; those before come with V.
+  // Loads the columns from step `latent_steps` on; earlier columns are loaded with V.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& k = params.call.fwd.k;
     const uint8_t* row;
     if constexpr (spec.row_bytes > 0) {
-        // The columns behind V's are the elements in bf16.
+        // The columns after V's are the bf16 elements.
         using Format = RowFormat<spec.row_bytes>;
         row = bytes_of_row<spec.row_bytes>(k, params.call.fwd.page_size, at).row + Format::rotary - 2 * Format::values;
     } else {
@@ -168,8 +168,8 @@ struct VTile {
     }
   }
 
-  // Widens a tile of rows of bytes to bf16, in place: a lane has four values of a key in its first word, or four
-  // elements of bf16 in both.
+  // Converts a tile of rows of bytes to bf16, in place: a lane has four
+  // values of a key in its first word, or four bf16 elements in both words.
   FMHA_DEVICE void widen() {
     if constexpr (spec.row_bytes > 0) {
       const int half = lane_half(), column = column_wave<spec>() * C::wave_columns + lane_col() * C::columns;
@@ -187,13 +187,13 @@ struct VTile {
           words[s][j][0] = is_wide ? word : scaled_pair<0>(word, of_row);
           words[s][j][1] = is_wide ? words[s][j][1] : scaled_pair<2>(word, of_row);
         }
-        // The barrier keeps one step's codes from being live beside the other's.
+        // The barrier keeps the two steps' codes from being live at once.
         sched_barrier();
       }
     }
   }
 
-  // Sets the keys of a tile to 0 whose bit is not set.
+  // Sets those keys of a tile to 0 whose bit is not set.
   FMHA_DEVICE void keep(uint32_t shown) {
     const uint32_t of_half = shown >> (lane_half() * kRun);
 #pragma unroll
@@ -234,8 +234,8 @@ struct VTile {
     return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
   }
 
-  // Four columns of a row of bytes. Where a row's last columns are V's too, values have bytes behind them that are not
-  // read further.
+  // Loads four columns of a row of bytes. If a row's last columns
+  // are V's too, the bytes after the values are not read further.
   static FMHA_DEVICE void load_bytes(uint32_t (&to)[C::v_words], const uint8_t* row, int32_t column) {
     if constexpr (Format::in_page_tail) {
       const int32_t wide = Format::rotary + 2 * (column - Format::values);
@@ -248,7 +248,7 @@ struct VTile {
     }
   }
 
-  // Columns behind the row's end are others' once more: their sums are not stored.
+  // Columns beyond the row's end repeat other columns: their sums are not stored.
   static FMHA_DEVICE void load(uint32_t (&to)[C::v_words], const uint8_t* row, int32_t first, int32_t dim, int64_t step) {
     constexpr int bytes = C::stored_bytes;
     if constexpr (spec.load == LoadPath::Element) {

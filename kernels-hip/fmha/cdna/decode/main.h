@@ -28,7 +28,7 @@ struct Wave {
   OnlineRow sums;  // row_max is natural; row_sum is of this lane's keys
 
   FMHA_DEVICE Wave(const FwdParams& p, const Job& job) : job(job) {
-    // Lanes behind the last row compute it too, and store nothing.
+    // Lanes beyond the last row repeat it, and store nothing.
     const int32_t row = min(job.first_row + lane_col(), job.num_rows - 1);
     query = row / p.gqa_ratio;
     i_head = job.i_head_kv * p.gqa_ratio + row % p.gqa_ratio;
@@ -36,8 +36,8 @@ struct Wave {
     descale_v = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
   }
 
-  // Scale of P, in log2. For bf16, whose V may reach f32's largest number, P lies below 1 by the number of keys, so
-  // that no sum of P V leaves f32 where O does not. gfx90a's matrix unit reads subnormal f16 as 0.
+  // Scale of P, in log2. For bf16, whose V may reach f32's largest number, P is scaled below 1 by the number
+  // of keys, so that no sum of P V overflows f32 unless O does. gfx90a's matrix unit reads subnormal f16 as 0.
   FMHA_DEVICE int p_scale_log2() const {
     if constexpr (spec.dtype == DType::Bf16) return job.scale_below_keys();
     return kArch == Arch::Gfx90a ? 12 : 0;
@@ -59,7 +59,7 @@ struct Wave {
     return key < job.span.seqlen_k && visible(job.band, query, key);
   }
 
-  // Whether the lane's row sees a key by the tree mask, which covers the last keys, as many as there are queries.
+  // Whether the tree mask shows a key to the lane's row; it covers as many last keys as there are queries.
   FMHA_DEVICE bool sees_in_tree(const CdnaDecodeParams& params, int32_t key) const {
     const int32_t bit = key - (job.span.seqlen_k - job.span.seqlen_q);
     if (bit < 0 || bit >= job.span.seqlen_q) return bit < 0;
@@ -88,8 +88,8 @@ struct Wave {
     return s;
   }
 
-  // Raw scores to natural ones, -infinity where the row does not see the key. `shown`: the places of a list's tile that
-  // name a key, a bit each.
+  // Converts raw scores to natural ones, -infinity for keys that the row does
+  // not see. `shown`: a bit for each place of a list's tile that names a key.
   FMHA_DEVICE void modify_and_mask(Acc& s, const CdnaDecodeParams& params, int32_t first_key, bool is_partly_masked,
                                    uint32_t shown) const {
     const FwdParams& p = params.call.fwd;
@@ -100,8 +100,8 @@ struct Wave {
     } else {
       s *= p.softmax_scale;
     }
-    // The product is rounded by itself: a multiply-add with the maximum would keep the rounding error of a large
-    // score.
+    // The product is rounded separately: a multiply-add with
+    // the maximum would keep a large score's rounding error.
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       float rounded = s[i];
@@ -122,7 +122,7 @@ struct Wave {
     for (int i = 0; i < 16; ++i) s[i] = sees_in_tree(params, first + acc_row(i, 0)) ? s[i] : -infinity();
   }
 
-  // Takes in the maximum of a tile; sums and O are rescaled only where it rose for some row.
+  // Raises the running maximum to a tile's; sums and O are rescaled only if it rose for some row.
   FMHA_DEVICE void raise_row_max(const Acc& s) {
     float most = -infinity();
 #pragma unroll
@@ -150,8 +150,8 @@ struct Wave {
     return frags;
   }
 
-  // O += V P. True where V had a NaN or an infinity that some row does not see: it was taken for 0, since 0 times it
-  // would be NaN, and is added at the end to those that do see it.
+  // O += V P. Returns true if V had a NaN or an infinity that some row does not see: it was
+  // replaced by 0, since 0 times it is NaN, and is added at the end to the rows that see it.
   FMHA_DEVICE bool add_values(const VTile<spec>& v, const Array<Frag, C::pv_steps>& p, bool is_partly_masked) {
     bool zeroed = false;
 #pragma unroll
@@ -176,8 +176,8 @@ struct Wave {
     return zeroed;
   }
 
-  // Whether the lane's row is not behind the last. Opaque, as in row_of_parts: kept across the loop, what is worked
-  // out here would be registers that rows of 512 do not leave.
+  // Whether the lane has a row of its own. Opaque, as in row_of_parts: results
+  // kept across the loop would need registers that rows of 512 do not leave.
   FMHA_DEVICE bool is_a_row() const { return job.first_row + lane_col(opaque_thread_idx()) < job.num_rows; }
 
   FMHA_DEVICE int64_t row_of_parts(const FwdParams& p) const {
@@ -186,7 +186,7 @@ struct Wave {
     return row_of_part(p, job.part, i_head, query);
   }
 
-  // The part's O, divided by its own sum, and its statistics.
+  // Stores the part's O, divided by its own sum, and its statistics.
   FMHA_DEVICE void store(const CdnaDecodeParams& params) {
     if (!is_a_row()) return;
     sums.row_sum += other_half(sums.row_sum);
@@ -212,8 +212,8 @@ struct Wave {
     }
   }
 
-  // Adds what add_values took for 0, element by element; only inputs with NaN or infinity get here. A lane adds to
-  // elements that it has stored itself.
+  // Adds the values that add_values replaced by 0, element by element; only inputs
+  // with NaN or infinity get here. A lane adds to elements that it has stored itself.
   FMHA_DEVICE void add_back_nonfinite(const CdnaDecodeParams& params, int32_t first_key) const {
     if (!is_a_row()) return;
     const FwdParams& p = params.call.fwd;
@@ -236,10 +236,10 @@ struct Wave {
   }
 };
 
-// Parameters are read again for each piece of work: kept from one to the next, they would fill the scalar registers.
+// Parameters are read again for each work item: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
-// `columns`: how waves that share columns meet (columns.h).
+// `columns`: how waves that share columns exchange sums (columns.h).
 template <CdnaDecodeSpec spec, class Columns>
 FMHA_DEVICE void compute(const Job& job, Columns columns) {
   using C = Config<spec>;
@@ -278,7 +278,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       wave.modify_and_mask(s, again(), first_key, is_partly_masked, shown);
       wave.raise_row_max(s);
       const auto probabilities = wave.probabilities(s);
-      // All rows of a tile have one list, so that what is not shown is 0 for each of them.
+      // All rows of a tile have one list, so absent keys are 0 for each of them.
       if (spec.listed && is_partly_masked) v.keep(shown);
       zeroed |= wave.add_values(v, probabilities, is_partly_masked && !spec.listed);
       sched_barrier();
@@ -294,13 +294,13 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
   }
 }
 
-// Work of this workgroup, or of this wave of it; -1 behind the last.
+// Work item of this workgroup, or of this wave in it; -1 after the last.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if constexpr (Config<spec>::column_waves > 1) {
-    // Workgroups are dealt to the dies round-robin; those with other rows of the same keys stay on one die, whose L2
-    // has the keys.
+    // The hardware assigns workgroups to dies round-robin; those with
+    // other rows of equal keys stay on one die, whose L2 has the keys.
     const int32_t num_xcds = params.num_xcds, turn = workgroup_idx() / num_xcds;
     const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
     at = keys * params.row_blocks + turn % params.row_blocks;

@@ -1,8 +1,8 @@
-// The second launch of decode: the parts of a row become O and LSE. The learnable sink, which no part has taken in,
-// joins here.
+// The second launch of decode: the parts of a row become O and
+// LSE. The learnable sink, which no part includes, is added here.
 //
-// A workgroup has one row. Every wave knows all weights; each adds every fourth part's O, and the four sums are added
-// through LDS in one order.
+// A workgroup has one row. Every wave computes all weights and adds every
+// fourth part's O; the four sums are added through LDS in a fixed order.
 #pragma once
 #include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/pieces.h>
@@ -21,7 +21,7 @@ FMHA_DEVICE ExpSum over_lanes(ExpSum x) {
     const int from = thread_idx() % kWaveSize ^ step;
     x.merge({ds_bpermute_b32(from, x.top), ds_bpermute_b32(from, x.sum)});
   }
-  // Lanes have added in unlike orders; one of them speaks for all.
+  // Lanes have added in different orders, so the first lane's result is used for all.
   x.sum = float_of(uint32_t(v_readfirstlane_b32(int(bits_of(x.sum)))));
   return x;
 }
@@ -39,8 +39,8 @@ FMHA_DEVICE void store_of_type(const CdnaDecodeParams& params, int64_t at, float
   }
 }
 
-// End of a row over a list: a sink of +inf over scores that are numbers has all of the row's weight, and LSE may be
-// asked for without the sink.
+// End of a row over a list: an infinite sink takes all of the weight
+// of a row with finite scores, and LSE may be wanted without the sink.
 struct ListEnd {
   bool sink_has_all, without_sink;
 
@@ -51,7 +51,7 @@ struct ListEnd {
   }
 };
 
-// `row_elems`: of a part's row in the workspace. `listed`: the parts are those of tokens' lists.
+// `row_elems`: elements of a part's row in the workspace. `listed`: the parts are those of tokens' lists.
 template <int row_elems, bool listed>
 FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   constexpr int columns = ceil_div(row_elems, kWaveSize);  // of a lane

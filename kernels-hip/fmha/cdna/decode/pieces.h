@@ -24,7 +24,7 @@ constexpr int kSharesHeader = 2;  // words before those of the sequences
 constexpr int kLeastRounds = 4;   // least rounds of which whole ones are made: four waves keep enough bytes under way
 constexpr int kMostParts = 128;   // of the longest sequence, about: a merging wave of 32 reads them in four loads
 
-// Tiles of a sequence's keys that some query of the sequence sees, those of sink columns before the others.
+// Tiles of a sequence's keys that some query sees; those of sink columns come first.
 struct SeenTiles {
   int32_t sinks, first, count;  // `sinks` from the first key on, and the others from `first` on; `count` of both
 
@@ -34,10 +34,10 @@ struct SeenTiles {
     const Range rows = {0, span.seqlen_q};
     const Range seen = k_range(band, rows, span.seqlen_k);
     const int32_t sinks = ceil_div(sink_range(band, rows, span.seqlen_k).end, kShareKeys), first = seen.begin / kShareKeys;
-    // Sink columns that meet the other keys form one run with them.
+    // Sink columns that touch the other keys form one run with them.
     const bool meet = sinks >= first;
     const int32_t begin = meet ? 0 : first, before = meet ? 0 : sinks;
-    // Rows that see nothing have a tile, in which they learn it.
+    // Rows without visible keys still get a tile, in which this is found out.
     return {before, begin, max(before + max(ceil_div(seen.end, kShareKeys) - begin, 0), 1)};
   }
 };
@@ -57,7 +57,7 @@ FMHA_DEVICE int32_t sum_up_to(int32_t lane, int32_t x) {
   return x;
 }
 
-// Pieces of work with `rows` rows of a group each. All waves that walk a piece together, and their lanes, do the same.
+// Work items with `rows` rows of a group each. All waves of an item, and their lanes, behave equally.
 template <int rows>
 class Piece {
   int32_t i_rows_, i_head_kv_;
@@ -66,9 +66,9 @@ class Piece {
   int32_t i_batch_, begin_, seq_end_;  // the sequence that it stands in, and its place in the row
 
  public:
-  // Piece `at` of the launch. Neighbours have the same keys where there are more rows than one piece takes, and find
-  // them in the cache of their compute unit. `leaves`: the wave is one that leaves for the merge how shares were dealt,
-  // if the piece is the last.
+  // Work item `at` of the launch. If there are more rows than one item has,
+  // neighbours have equal keys and share them in their compute unit's cache.
+  // `leaves`: in the last item, this wave writes the record of shares for the merge.
   FMHA_DEVICE Piece(const CdnaDecodeParams& params, int32_t at, bool leaves) {
     const FwdParams& p = params.call.fwd;
     i_rows_ = at % params.row_blocks;
@@ -97,7 +97,7 @@ class Piece {
     if (at_ < end_ || leaves) find(params, leaves);
   }
 
-  // Values that lie in lanes of one register: there is no room for more scalars beside those of the walk.
+  // Scalar values stored in lanes of one register, because the loop leaves no more scalar registers.
   FMHA_DEVICE int parked() const {
     const int lane = opaque_thread_idx() % kWaveSize;
     int lanes = i_rows_;
@@ -122,7 +122,7 @@ class Piece {
         begin_(v_readlane_b32(parked, 6)),
         seq_end_(v_readlane_b32(parked, 7)) {}
 
-  // The next keys of one sequence; false behind the last.
+  // Moves to the next keys of one sequence; false after the last.
   FMHA_DEVICE bool next(const CdnaDecodeParams& params, Job& job) {
     while (at_ < end_) {
       if (params.shares && at_ >= seq_end_) {
@@ -137,7 +137,7 @@ class Piece {
   }
 
  private:
-  // Tiles of the lane's sequence; 0 behind the last.
+  // Tiles of the lane's sequence; 0 beyond the last.
   static FMHA_DEVICE int32_t tiles_of(const CdnaDecodeParams& params, int32_t i_batch) {
     return i_batch < params.call.fwd.batch ? SeenTiles::of(params, seq_of(params.call.fwd, i_batch)).count : 0;
   }
@@ -168,7 +168,7 @@ class Piece {
     return rounds >= kLeastRounds ? max(rounds * params.round / pieces, 1) : stretches;
   }
 
-  // Finds the sequence in which the piece begins; with `leaves` it stores for the merge where each sequence begins.
+  // Finds the sequence in which the item begins; with `leaves` it stores where each sequence begins, for the merge.
   FMHA_DEVICE void find(const CdnaDecodeParams& params, bool leaves) {
     int32_t FMHA_GLOBAL* const table = (int32_t FMHA_GLOBAL*)params.shares + kSharesHeader;
     const int32_t batch = params.call.fwd.batch;
@@ -196,8 +196,8 @@ class Piece {
     seq_end_ = begin + SeenTiles::of(params, span_of(params.call.fwd, i_batch)).count;
   }
 
-  // Tiles `from` to `to` of the sequence that the piece stands in; false where it has no rows, or keys that no row
-  // sees.
+  // Sets tiles `from` to `to` of the item's present sequence;
+  // false if it has no rows, or keys that no row sees.
   FMHA_DEVICE bool fill(const CdnaDecodeParams& params, Job& job, int32_t from, int32_t to) const {
     const FwdParams& p = params.call.fwd;
     job.i_head_kv = i_head_kv_;
@@ -210,7 +210,7 @@ class Piece {
     const int32_t last_row = min(job.first_row + rows, job.num_rows) - 1;
     job.queries = {job.first_row / p.gqa_ratio, last_row / p.gqa_ratio + 1};
     if (!params.shares) {
-      // The merge reads a part of each sequence even where it has no keys.
+      // The merge reads a part of each sequence even if it has no keys.
       const int64_t begin = int64_t(number_) * params.part_keys;
       if (number_ > 0 && begin >= job.span.seqlen_k) return false;
       job.part = number_ * p.batch + i_batch_;
@@ -251,7 +251,7 @@ FMHA_DEVICE int64_t row_of_part(const FwdParams& p, int64_t part, int32_t i_head
   return (part * p.num_heads_q + i_head) * p.seqlen_q + i;
 }
 
-// Computes the keys of piece `at`, one sequence after another.
+// Computes the keys of work item `at`, one sequence after another.
 template <int rows, class Compute>
 FMHA_DEVICE void walk_piece(const CdnaDecodeParams& params, int32_t at, bool leaves, Job& job, Compute compute) {
   int parked = Piece<rows>(params, at, leaves).parked();

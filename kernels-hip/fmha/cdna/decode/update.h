@@ -13,7 +13,7 @@ struct Wave {
   static FMHA_DEVICE int32_t index() { return thread_idx() % count; }
   static FMHA_DEVICE int64_t thread() { return int64_t(workgroup_idx()) * kUpdateThreads + thread_idx(); }
   static FMHA_DEVICE int64_t threads() { return int64_t(num_workgroups()) * kUpdateThreads; }
-  // Opaque, or the compiler would make one multiply-add of a product and the sum it enters.
+  // The product is opaque; otherwise the compiler would contract it with the following sum to a multiply-add.
   static FMHA_DEVICE float product(float a, float b) {
     float rounded = a * b;
     opaque_in_vgpr(rounded);

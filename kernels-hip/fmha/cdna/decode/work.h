@@ -36,7 +36,7 @@ FMHA_DEVICE SeqSpan seq_of(const FwdParams& p, int32_t i_batch) {
 
 FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) { return uniform(seq_of(p, i_batch)); }
 
-// A tree mask alone decides which keys a query sees: its band hides nothing.
+// The tree mask alone decides which keys a query sees, so the band hides nothing.
 FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span) {
   MaskParams mask = params.call.fwd.mask;
   if (params.tree_mask) mask = {kUnboundedLo, kUnboundedHi, 0, 0};
@@ -48,7 +48,7 @@ struct KeyPlaces {
   int32_t key;   // clamped to the sequence
   int32_t page;  // its page, as the block table has it
 
-  // The table's entry is read a tile before it is needed.
+  // Block table entries are read a tile before they are needed.
   static FMHA_DEVICE KeyPlaces of(const FwdParams& p, const Job& job, int32_t key) {
     KeyPlaces places;
     places.key = min(key, job.span.seqlen_k - 1);
@@ -62,14 +62,14 @@ struct KeyPlaces {
     return ((const int32_t FMHA_GLOBAL*)p.block_table)[entry];
   }
 
-  // Row of a key as kv_row gives it.
+  // Row of a key, like kv_row.
   FMHA_DEVICE KvRow row(const FwdParams& p, const Job& job) const {
     if (job.layout != KvKind::Paged) return {job.span.i_batch, job.span.k_row + key};
     return {clamp(page, 0, p.num_pages - 1), int32_t(uint32_t(key) % uint32_t(p.page_size))};
   }
 };
 
-// Places of one tile after another. `lane`: the lane's key within a tile.
+// Places of keys, one tile after another. `lane`: the lane's key within a tile.
 class SequencePlaces {
   KeyPlaces places_;
 
@@ -88,8 +88,8 @@ class SequencePlaces {
   FMHA_DEVICE uint32_t shown() const { return ~0u; }
 };
 
-// Tiles of a piece's keys that some row of it sees, those of sink columns first. Tiles and parts begin at multiples
-// of `keys` from the sequence's first key, so that a row's sums have one order whatever other rows see.
+// Tiles of a work item's keys that some row sees, those of sink columns first. Tiles and parts begin at multiples
+// of `keys` from the sequence's first key, so that a row's sums have a fixed order whatever other rows see.
 template <int keys>
 struct PartTiles {
   int32_t first_sink, num_sinks, first, count;

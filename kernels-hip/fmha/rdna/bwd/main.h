@@ -8,14 +8,14 @@ namespace fmha::rdna::bwd {
 using namespace fmha::cdna::bwd;
 using cdna::bwd::Job;
 
-// The forward's tiles of K and V as they lie and transposed: of any matrix, `columns` rows of `dim` elements.
+// Matrices laid out like the forward's K tile and transposed V tile: any `columns` rows of `dim` elements.
 template <DType dtype, int dim>
 constexpr CdnaSpec kRowsSpec = {dtype, dtype, OutputKind::Wide, dim, dim, VLayout::RowMajor, MaskKind::Full,
                                 false, false, false};
 template <MatrixBwdTile tile>
 constexpr RdnaTile kRowsTile = {tile.rows, tile.columns, tile.load, tile.store, 1, false};
 
-// Rows and columns of them in LDS, from memory.
+// Writes rows and columns of such matrices to LDS, from memory.
 template <DType dtype, MatrixBwdTile tile, int dim, bool by_row, bool by_column>
 struct Walked : WalkedForms<typename rdna::Config<kRowsSpec<dtype, dim>, kRowsTile<tile>>::K,
                             typename rdna::Config<kRowsSpec<dtype, dim>, kRowsTile<tile>>::V, by_row, by_column> {
@@ -39,8 +39,8 @@ struct Config {
   static constexpr int score_blocks = makes_ds ? spec.head_dim_qk / kEdge : 0;
   static constexpr int value_blocks = makes_dv ? spec.head_dim_v / kEdge : 0;
 
-  // Own rows stay in registers where they and the sums leave enough of a lane's 256 to the pairs and to operands;
-  // otherwise they are read again for each block.
+  // Own rows stay in registers if they and the sums leave enough of a lane's 256
+  // registers for pairs and operands; otherwise they are read again for each block.
   static constexpr int most_kept = spec.modifies || spec.masks ? 128 : 160, sums = (score_blocks + value_blocks) * kAccElems;
   static constexpr bool keeps_score = sums + spec.head_dim_qk / 4 <= most_kept;
   static constexpr bool keeps_value = sums + keeps_score * spec.head_dim_qk / 4 + spec.head_dim_v / 4 <= most_kept;
@@ -52,7 +52,7 @@ struct Config {
   static_assert(sizeof(Lds) == tile.lds_bytes, "host and device disagree");
 };
 
-// A block of walked rows on its way to LDS: where it lies, for it is copied without a stop in registers.
+// A block of walked rows on its way to LDS: only its address, since it is copied without staying in registers.
 template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct BlockCopy {
   using C = Config<spec, tile>;
@@ -120,14 +120,14 @@ struct OnWmma {
 
   using Tanh = ExactTanh;
 
-  // Empty: a lane's addresses are worked out where they are used.
+  // Empty type: a lane's addresses are computed where they are used.
   struct Lanes {
     FMHA_DEVICE void find() {}
     FMHA_DEVICE Nothing score() const { return {}; }
     FMHA_DEVICE Nothing value() const { return {}; }
   };
 
-  // Reader of the forward's text for `elems` elements of an own row, so many words of an operand a lane.
+  // Reader, in the form of the forward's code, of `elems` elements of an own row, `words` words of an operand per lane.
   template <int elems, int words>
   struct OwnRead : rdna::Config<kRowsSpec<spec.dtype, elems>, kRowsTile<tile>> {
     static constexpr int q_words = words;
@@ -151,8 +151,8 @@ struct OnWmma {
     FMHA_DEVICE void load(const Rows& from) { rows = from; }
     FMHA_DEVICE Operand<spec.dtype> operand(int c) const {
       Array<Operand<spec.dtype>, 1> x;
-      // Whether the row has ended, and where an element lies, are computed again each time: kept answers would fill
-      // scalar registers across the walk.
+      // Whether the row has ended, and an element's place, are
+      // recomputed each time: kept results would fill scalar registers.
       uint32_t num_elems = rows.num_elems, low = uint32_t(rows.elem_bytes), high = uint32_t(rows.elem_bytes >> 32);
       opaque_in_sgpr(num_elems);
       if constexpr (tile.load == LoadPath::Element) opaque_in_sgpr(low), opaque_in_sgpr(high);
@@ -180,10 +180,10 @@ struct OnWmma {
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         x[n] = mma<spec.dtype>(walked.rows.template operand<spec.dtype>(lane, 2 * b + n, c), of_own, x[n]);
-      // Products without effects would be moved behind the branches of the next loads, or on the mask, and all operands
-      // kept until then.
+      // The asm keeps products in place: otherwise they are moved after the
+      // branches of the next loads, or on the mask, and all operands stay live.
       if (!keeps || c == dim / kEdge - 1) opaque_in_vgpr(x[0]), opaque_in_vgpr(x[1]);
-      // Keeps the compiler from reading all operands ahead, for which there are no registers.
+      // Keeps the compiler from reading all operands ahead, for which there are not enough registers.
       if (!keeps || c % 2 == 1) sched_barrier();
     }
     return __builtin_shufflevector(x[0], x[1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

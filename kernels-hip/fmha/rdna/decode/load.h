@@ -1,4 +1,4 @@
-// Rows of a KV cache, wherever they lie and however they are stored, on their way to LDS.
+// Loads of rows of a KV cache, in any layout and stored type, to LDS.
 #pragma once
 #include <fmha/isa/widen.h>
 #include <fmha/rdna/load.h>
@@ -21,11 +21,11 @@ FMHA_DEVICE uint32_t pair_of(float a, float b) {
   return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
 }
 
-// Place of a list that names no key: its row is 0.
+// Place of a list entry without a key: its row reads as 0.
 constexpr int64_t kNoRow = int64_t(1) << 62;
 
-// Start of each key of a tile, in bytes, in an order in which neither the lanes that have neighbouring keys (of K)
-// nor those that have the first or the second keys of neighbouring words of V^T meet in a bank.
+// Byte offset of each key of a tile, stored in an order without bank conflicts: neither between lanes
+// with neighbouring keys (of K) nor between those with first or second keys of neighbouring words of V^T.
 template <int block_n>
 struct Places {
   static constexpr int odd = block_n / 2 | 8;  // where the second keys of words lie: half of the banks away
@@ -44,9 +44,9 @@ struct Places {
 template <class Piece>
 using OnBytes __attribute__((aligned(1))) = Piece;
 
-// Rows like `Rows`, of which row n begins `places.of(n)` bytes behind `data`; `listed`: or is 0 where there is none.
-// FP8 codes become `dtype`: each times its descale in f32, rounded once, to the bits of a cache that was widened
-// before.
+// Rows like `Rows`, where row n begins at `data` plus `places.of(n)` bytes;
+// with `listed` an absent row reads as 0. FP8 codes are converted to `dtype`:
+// each times its descale in f32, rounded once, bit-equal to a converted cache.
 template <DType dtype, DType stored, int block_n, bool listed>
 struct CacheRows {
   const uint8_t* data;

@@ -24,8 +24,8 @@ struct Job : cdna::decode::Job {
   float scale;    // of raw scores
   bool has_tree;  // a tree mask, which is of the last keys, as many as there are queries
 
-  // Word `i` of the query's row of the tree mask. All keys before the mask's are seen; keys behind are never
-  // requested.
+  // Word `i` of the query's row of the tree mask. All keys before
+  // the mask's keys are visible; later keys are never requested.
   FMHA_DEVICE uint32_t tree_word(int32_t query, int32_t i) const {
     if (i < 0) return ~0u;
     if (i * 32 >= span.seqlen_q) return 0;
@@ -34,14 +34,14 @@ struct Job : cdna::decode::Job {
     return ((const uint32_t FMHA_GLOBAL*)params.tree_mask)[of_row * params.tree_mask_words + i];
   }
 
-  // A bit for each of 32 keys from `first_key` on: whether the tree mask shows it to the query.
+  // A bit for each of the 32 keys from `first_key` on: whether the tree mask shows it to the query.
   FMHA_DEVICE uint32_t in_tree(int32_t query, int32_t first_key) const {
     const int32_t bit = first_key - (span.seqlen_k - span.seqlen_q);
     const uint64_t words = uint64_t(tree_word(query, (bit >> 5) + 1)) << 32 | tree_word(query, bit >> 5);
     return uint32_t(words >> (bit & 31));
   }
 
-  // Words of a mask whose keys are bits, as the softmax asks for them.
+  // Words of a mask with one bit per key, in the form that the softmax needs.
   FMHA_DEVICE bool has_words() const { return has_tree; }
   FMHA_DEVICE bool may_hide(Range keys) const { return has_tree && keys.end > span.seqlen_k - span.seqlen_q; }
   FMHA_DEVICE uint32_t shown_word(int32_t query, int32_t first_key) const { return in_tree(query, first_key); }
@@ -69,8 +69,8 @@ struct Lds {
   f32x4 sums[C::column_waves == 1 ? 1 : C::num_waves][C::n_blocks * 2][kWaveSize];  // of scores, over a wave's columns
 };
 
-// Adds the products of the waves that share columns: sums of two waves first, then those of both pairs, so that all
-// four get the same bits. The barriers between tiles keep the next tile's sums from these.
+// Adds the products of the waves that share columns: sums of two waves first, then those of both pairs,
+// so that all four get equal bits. The barriers between tiles separate the next tile's sums from these.
 template <CdnaSpec spec, RdnaTile tile>
 struct SharedColumns {
   using C = Config<spec, tile>;
@@ -118,7 +118,7 @@ FMHA_DEVICE Wave<spec, tile> wave_of(const FwdParams& p, const Job& job) {
   return wave;
 }
 
-// Whether the lane's row is not behind the last.
+// Whether the lane has a row of its own.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE bool is_a_row(const Job& job) {
   const int thread = opaque_thread_idx();
@@ -168,8 +168,8 @@ FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
   }
 }
 
-// Adds what went to LDS as 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements
-// that it has stored itself.
+// Adds the values that were written to LDS as 0, element by element; only inputs
+// with NaN or infinity get here. A lane adds to elements that it has stored itself.
 template <CdnaSpec spec, RdnaTile tile, DType stored>
 FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job, int32_t first_key) {
   if (!is_a_row<spec, tile>(job)) return;
@@ -238,14 +238,14 @@ FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
       zeroed |= copy_v<spec, tile>(lds.tiles.v, OfCache{
           static_cast<const uint8_t*>(p.v.data), lds.v_places, p.v.dim * bytes, num_keys, params.call.head_dim_v,
           is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
-          // Rows that a list does not name are 0, and all rows of the tile see the others.
+          // Rows that a list does not name are 0, and all rows of the tile see all others.
           !listed && !needs_no_mask<spec, tile>(job, job.queries, first_key));
       s_barrier();  // all waves have copied the tile, and may read it
-      // The last step takes the last tile's places again, which nothing reads.
+      // The last step computes the last tile's places again, without reading them.
       places.find(again().call.fwd, job, tiles, n + 1, opaque_thread_idx());
       tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
-      // Keeps the products before the branch in `put`. Behind it, all operands of V would be kept until then: 442
-      // spills at D 256.
+      // Keeps the products before the branch in `put`. After it,
+      // all operands of V would stay live: 442 spills at D 256.
 #pragma unroll
       for (int d = 0; d < C::d_blocks; ++d) opaque_in_vgpr(wave.o[d]);
       put();
@@ -255,7 +255,7 @@ FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
     store<spec, tile>(wave, job);
     return;
   }
-  // Every wave must know whether any has zeroed values: each has its own word.
+  // Every wave must learn whether any wave has zeroed values: each writes its own word.
   const bool wave_zeroed = v_cmp_ballot(zeroed != 0) != 0;
   if (lane_idx() == 0) lds.tiles.zeroed[thread_idx() / kWaveSize] = wave_zeroed;
   store<spec, tile>(wave, job);

@@ -1,5 +1,5 @@
-//! Layouts of users' tensors: lengths used in part, packed with padding between sequences and rows behind the
-//! last one, slices of a larger tensor, heads and sequences that share their rows.
+//! Random layouts like those of users: partly used lengths, packed sequences with padding between and after, slices
+//! of a larger tensor, heads and sequences that share rows.
 
 use fmha_core::{
     Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, Extents, FwdProblem, KvLayout, QLayout,
@@ -11,9 +11,9 @@ use crate::tensors::{Lengths, padded};
 
 /// One side's sequences, queries or keys.
 struct Side {
-    /// Rows of all sequences, where they are packed.
+    /// Total rows of all sequences, if they are packed.
     total: Option<u32>,
-    /// Offsets at which each sequence begins, and the last one ends; empty where they are not packed.
+    /// Offsets where each sequence begins, and where the last ends; empty if they are not packed.
     offsets: Vec<i32>,
     /// Rows in use of each; empty where all are.
     used: Vec<i32>,
@@ -44,13 +44,13 @@ impl Draw {
             end += length + if has_padding { self.below(6) } else { 0 };
             offsets.push(end.cast_signed());
         }
-        // Rows behind the last sequence, as a buffer has them that is larger than its batch.
+        // Rows after the last sequence, as in a buffer that is larger than its batch.
         let behind = if self.one_in(2) { self.length(100) } else { 0 };
         let used = if has_padding || self.one_in(4) { signed(&lengths) } else { Vec::new() };
         Side { total: Some(end + behind), offsets, used }
     }
 
-    /// A batch, whole or used in part, or packed sequences, some of them empty; seldom one side alone is packed.
+    /// Draws a batch, fully or partly used, or packed sequences, some empty; rarely only one side is packed.
     pub(super) fn sequences(&mut self, problem: &mut FwdProblem) -> Lengths {
         let Dims { batch, seqlen_q, seqlen_k, .. } = problem.dims;
         let packed = match self.below(10) {
@@ -94,16 +94,16 @@ impl Draw {
             (self.strides(q, problem.dims), self.strides(o, problem.dims));
     }
 
-    /// Strides whose rows have elements side by side, no two of them at one place.
+    /// Strides with contiguous elements in a row, and no two elements at one address.
     fn strides(&mut self, shape: Shape, dims: Dims) -> Strides {
-        // Packed rows may be one, which does not say where a second one would lie.
+        // A packed tensor of one row does not determine the stride to a second row.
         let shape = Shape { seq: shape.seq.max(2), ..shape };
         let one = Strides::bshd(shape);
         match self.below(8) {
             0..=2 => one,
             3 | 4 => Strides::bhsd(shape),
             5 => padded(shape, 1 + self.below(16)),
-            // A slice of packed b·s·3·h·d, and one of b·s·(hq + 2 hkv)·d.
+            // Slices of packed b·s·3·h·d, and of b·s·(hq + 2 hkv)·d.
             6 => Strides { batch: one.batch * 3, seq: one.seq * 3, ..one },
             _ => {
                 let heads = i64::from(dims.num_heads_q) + 2 * i64::from(dims.num_heads_kv);
@@ -113,7 +113,7 @@ impl Draw {
         }
     }
 
-    /// Strides of a tensor that is only read: its sequences or its heads may share their rows.
+    /// Strides of an input, whose sequences or heads may share rows.
     fn strides_of_input(&mut self, shape: Shape, dims: Dims) -> Strides {
         let strides = self.strides(shape, dims);
         match self.below(24) {
@@ -124,7 +124,7 @@ impl Draw {
         }
     }
 
-    /// Strides of Q, K, V and O: mostly of one kind, at times each as it likes.
+    /// Strides of Q, K, V and O: mostly of one kind, sometimes each of its own.
     pub(super) fn layouts(&mut self, totals: Totals, problem: &mut FwdProblem) {
         let Extents { q, k, v, o, .. } = problem.extents(totals);
         let dims = problem.dims;
@@ -179,7 +179,7 @@ impl Draw {
                 let seq = i64::from(shape.dim) + gap;
                 let head = seq * i64::from(shape.seq) + gap;
                 let strides = Strides { batch: head * i64::from(shape.head), seq, head, dim: 1 };
-                // One row for all queries, as a mask of padded keys has it; one matrix for all heads of a sequence.
+                // One row for all queries, as in a padding mask; one matrix for all heads of a sequence.
                 let strides = match self.below(8) {
                     0 => Strides { seq: 0, ..strides },
                     1 => Strides { head: 0, ..strides },

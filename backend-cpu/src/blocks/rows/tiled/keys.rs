@@ -26,11 +26,11 @@ pub(crate) struct TileDots<'a, 'b> {
     pub(crate) scores: *mut f32,
     /// Staging memory of [`staged_len`](super::staged_len) numbers, aligned to cache lines.
     pub(crate) staged: *mut f32,
-    /// Rows to prefetch meanwhile, and how many quarters of a tile's bytes are prefetched beside it.
+    /// Rows to prefetch during the products, and how many quarters of a tile's bytes to prefetch with it.
     pub(crate) quarters: usize,
     pub(crate) ahead: &'b mut Ahead<'a>,
-    /// The block before: its softmax runs beside these products, since the two use different units of the
-    /// core.
+    /// Softmax of the block before, which runs together with these products, since the two use different units of
+    /// the core.
     pub(crate) before: SoftmaxRows<'a>,
 }
 
@@ -86,10 +86,10 @@ impl TileDots<'_, '_> {
         self.before.finish(s);
     }
 
-    /// A block of bf16 that is whole tiles where it lies.
+    /// Multiplies a block of bf16 that consists of whole tiles, in place.
     ///
     /// # Safety
-    /// The task has entered tiles; rows of a tile are as many bytes apart.
+    /// The task has entered tiles; the rows of each tile are equally far apart.
     #[inline(always)]
     unsafe fn multiply_in_place<S: Simd>(
         &mut self,
@@ -113,8 +113,8 @@ impl TileDots<'_, '_> {
         }
     }
 
-    /// A whole block of codes against one group of queries: what [`multiply_pieces`](Self::multiply_pieces)
-    /// does, with nothing to find out on the way.
+    /// Multiplies a whole block of codes with one group of queries: like
+    /// [`multiply_pieces`](Self::multiply_pieces), but without case distinctions in the loop.
     ///
     /// # Safety
     /// The task has entered tiles; the head dimension is whole vectors of codes.
@@ -126,8 +126,8 @@ impl TileDots<'_, '_> {
         head: usize,
         sums: &mut Lines<{ TILES * TILE_LEN }>,
     ) {
-        // Works in halves, so that scores of the first half are written while the second half is staged.
-        // SAFETY: promised by the caller; each half has half of the accumulators.
+        // Works in halves, so that scores of the first half are stored while the second half is converted. SAFETY:
+        // promised by the caller; each half has half of the accumulators.
         unsafe {
             s.tile_zero();
             self.multiply_half_of_codes::<S, 0, 1>(s, rows, head);
@@ -139,7 +139,8 @@ impl TileDots<'_, '_> {
         }
     }
 
-    /// Two tiles of keys, vector after vector of their codes. A piece is multiplied after the next one is widened.
+    /// Multiplies two tiles of keys, one vector of codes after another. A piece is multiplied after the next one is
+    /// converted.
     ///
     /// # Safety
     /// As for [`multiply_codes`](Self::multiply_codes).
@@ -172,11 +173,11 @@ impl TileDots<'_, '_> {
         }
     }
 
-    /// A block by pieces, which the first group of queries finds or stages. Each is multiplied after the next
-    /// one is staged: otherwise one waits for the other.
+    /// Multiplies a block in pieces, which the first group of queries uses in place or copies to scratch. A piece
+    /// is multiplied after the next one is copied; otherwise the product would wait for the copy.
     ///
     /// # Safety
-    /// As for [`multiply_in_place`](Self::multiply_in_place), of the tiles that have steps.
+    /// As for [`multiply_in_place`](Self::multiply_in_place), for the tiles that have steps.
     #[inline(always)]
     unsafe fn multiply_pieces<S: Simd, E: Elem>(
         &mut self,
@@ -191,7 +192,7 @@ impl TileDots<'_, '_> {
         let pieces_kept = if queries > ROWS { usize::MAX } else { TILES };
         let mut staged = 0;
         let tiles = keys.len().div_ceil(ROWS);
-        // Works in halves, so that scores of the first half are written while the second half is staged.
+        // Works in halves, so that scores of the first half are stored while the second half is copied.
         for half in [0..tiles.min(2), 2..tiles] {
             if half.is_empty() {
                 continue;
@@ -310,9 +311,9 @@ impl TileDots<'_, '_> {
         let row = head * self.keys.queries + group * ROWS;
         let rows = (self.keys.queries - group * ROWS).min(ROWS);
         for tile in tiles {
-            // SAFETY: `sums` are the accumulators. Scores beyond the last key too: a block of them has room, and they
-            // are hidden next. Scores of queries beyond the head's, for which there is room as well: the next head's
-            // are written later.
+            // SAFETY: `sums` are the accumulators. Scores beyond the last key are written too: the block has room,
+            // and they are hidden afterwards. Scores of queries beyond the head's have room as well: the next
+            // head's scores overwrite them.
             unsafe {
                 let from = sums.add(place_of_quarter(tile));
                 let to = self.scores.add(row * BLOCK_KEYS + tile * ROWS);
@@ -329,10 +330,10 @@ impl TileDots<'_, '_> {
     }
 }
 
-/// A piece of a tile of keys, of the `n`-th vector of codes.
+/// Multiplies a piece of a tile of keys: the `n`-th vector of codes.
 ///
 /// # Safety
-/// The task has entered tiles; the piece is there, and a tile of queries for each of its halves.
+/// The task has entered tiles; the piece and a tile of queries for each of its halves are readable.
 #[inline(always)]
 unsafe fn multiply_piece<S: Simd, const TILE: usize>(s: S, queries: TileRows, n: usize, piece: *const f32) {
     for half in 0..2 {

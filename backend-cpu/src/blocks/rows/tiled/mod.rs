@@ -4,12 +4,12 @@
 //! packed once per task. Rows and columns of a tile do not mix, so the content of unused ones does not
 //! matter.
 //!
-//! The next block is prefetched meanwhile, paced by time and not by bytes. For bf16 half of it is prefetched
-//! beside K's products, a sixth beside the softmax, a third beside V's, K and V in rotation by half a
-//! kilobyte of each tile. If K and V have different shapes, many threads prefetch K and then V (an eighth,
-//! half and three eighths), and few threads K alone. For FP8, which is widened first, a line is prefetched
-//! beside each vector of codes, also in rotation. Its softmax runs beside the scores of the next block, so
-//! that nothing waits for lines meanwhile (docs/kernels/cpu.md).
+//! The next block is prefetched at the same time, paced by time and not by bytes. For bf16 half of it is prefetched
+//! beside K's products, a sixth beside the softmax, a third beside V's, K and V in rotation by half a kilobyte of
+//! each tile. If K and V have different shapes, many threads prefetch K and then V (an eighth, half and three
+//! eighths), and few threads K alone. For FP8, which is converted first, a line is prefetched with each vector of
+//! codes, also in rotation; the softmax of a block runs together with the scores of the next block, so that no time
+//! passes without prefetches (docs/kernels/cpu.md).
 
 mod keys;
 mod values;
@@ -39,17 +39,17 @@ const TILE_LEN: usize = ROWS * ROWS;
 /// Columns that a vector of codes has.
 const COLUMNS: usize = 2 * DEPTH;
 
-/// f32 of a piece: a vector of codes wide, of a tile's rows. What is staged is staged by pieces: 2 KiB, so
-/// that one can be written while the one before is loaded. 4 KiB apart, each load waited for the store at the
-/// same place of a page: a block of FP8 took 1.5 times as long.
+/// Number of f32 of a piece: one vector of codes of each of a tile's rows. Codes are converted to scratch in pieces
+/// of 2 KiB, so that one piece is written while the one before is loaded. With pieces 4 KiB apart, loads waited for
+/// stores at equal page offsets: a block of FP8 took 1.5 times as long.
 const PIECE_LEN: usize = ROWS * COLUMNS / 2;
 
-/// f32 of what is staged: of V a few columns, of K, whose head dimension is `dim`, all of them.
+/// Number of f32 of the scratch for pieces: a few columns for V; for K, whose head dimension is `dim`, all columns.
 pub(crate) const fn staged_len(dim: usize) -> usize {
     dim.div_ceil(COLUMNS) * TILES * PIECE_LEN
 }
 
-/// Bytes from row to row of the accumulators where they are stored.
+/// Bytes between rows of the stored accumulators.
 const SUMS_ROW_BYTES: usize = 2 * ROWS * size_of::<f32>();
 
 /// Start of one of the four tiles.
@@ -75,8 +75,8 @@ impl<const LEN: usize> Lines<LEN> {
     }
 }
 
-/// Bytes from one row to the next, for each tile of rows. `None` where the tile is not full or its rows are
-/// not equally far apart.
+/// Bytes from one row to the next for each tile of rows. `None` if the tile is not full or its rows are not equally
+/// far apart.
 #[inline(always)]
 fn steps_of_tiles(rows: &[*const u8]) -> [Option<isize>; TILES] {
     let mut steps = [None; TILES];
@@ -90,7 +90,7 @@ fn steps_of_tiles(rows: &[*const u8]) -> [Option<isize>; TILES] {
     steps
 }
 
-/// A vector of codes, of which `rest` are there: where they lie if all are, else a copy.
+/// A pointer to a whole vector of codes of which only `rest` exist: in place if all exist, otherwise to a copy.
 ///
 /// # Safety
 /// `rest` bytes are readable at `from`.
@@ -104,11 +104,11 @@ unsafe fn whole_codes(from: *const u8, rest: usize, copy: &mut [u8; COLUMNS]) ->
     copy.as_ptr()
 }
 
-/// Widens a tile's rows, a vector of codes each, to a piece, and prefetches a line beside each row.
-/// Prefetches in bursts would wait for fill buffers, and so would the loads beside them.
+/// Converts a vector of codes of each of a tile's rows to a piece, and prefetches a line for each row. Prefetches
+/// in bursts would wait for fill buffers, and so would the loads among them.
 ///
 /// # Safety
-/// [`COLUMNS`] codes are readable `offset` bytes behind each of `rows`; a piece is writable at `to`.
+/// [`COLUMNS`] codes are readable at `offset` bytes from each of `rows`; a piece is writable at `to`.
 #[inline(always)]
 unsafe fn widen_tile<S: Simd>(
     s: S,

@@ -1,14 +1,14 @@
 //! Product of weights and a block of values, in matrix tiles.
 //!
-//! A product of tiles is of pairs, and V is taken as it lies: a row of its tile is 32 columns of one key, so
-//! the pairs are of columns 2n and 2n + 1. A weight that stands in the low half of its pair, 0 in the high
-//! one, gives the even columns, and the other way round the odd ones. Both forms of eight queries' weights
-//! are one tile. So nothing of V is moved, and O's sums are [`EvenOdd`](crate::blocks::Order::EvenOdd).
+//! The matrix unit multiplies pairs, and V is used in place: a row of its tile is 32 columns of one key, so the
+//! pairs are columns 2n and 2n + 1. A weight in the low half of its pair, with 0 in the high half, gives the even
+//! columns; a weight in the high half gives the odd columns. Both forms of eight queries' weights fill one tile. So
+//! V is not moved, and O's sums are in the order [`EvenOdd`](crate::blocks::Order::EvenOdd).
 //!
-//! 0 times what is not finite is NaN, so such a V would spoil the other column of its pair: where a sum is
-//! not finite, even and odd columns are multiplied again, each with zeros in the places of the other. A
-//! product keeps both elements of a pair in sums of their own until its end: the sums of the other columns
-//! have the same bits either way.
+//! A non-finite V times 0 is NaN, which would reach the other column of its pair: if a sum is not finite, even and
+//! odd columns are multiplied again separately, each with the other column replaced by zeros. A product keeps both
+//! elements of a pair in sums of their own until its end: the sums of the other columns have the same bits either
+//! way.
 
 use super::{
     COLUMNS, DEPTH, Lines, PIECE_LEN, ROWS, SUMS_ROW_BYTES, TILE_LEN, TILES, place_of_quarter,
@@ -21,10 +21,10 @@ use crate::tensor::{Elem, of_type};
 /// Queries of a tile of weights.
 const GROUP: usize = ROWS / 2;
 
-/// f32 of the weights of a block for as many.
+/// Number of f32 for the weights of a block for a group of queries.
 const WEIGHTS_LEN: usize = ROWS * BLOCK_KEYS;
 
-/// Columns that are taken together where V lies: four tiles across.
+/// Columns that are processed together when V is used in place: four tiles wide.
 const SPAN: usize = 4 * DEPTH;
 
 /// f32 of the packed weights of `rows` rows of a head.
@@ -87,7 +87,7 @@ impl TileValues<'_, '_> {
         }
     }
 
-    /// Weights of a head's queries from `8 * group` on: eight rows for even columns, then as many for odd ones.
+    /// Weights of a head's queries from `8 * group` on: eight rows for even columns, then eight for odd ones.
     #[inline(always)]
     fn weights_of_group(&self, group: usize) -> *mut f32 {
         self.packed.wrapping_add(group * WEIGHTS_LEN)
@@ -110,7 +110,8 @@ impl TileValues<'_, '_> {
         }
     }
 
-    /// A whole block of codes, a vector of them after the other. A tile is widened while the one before is multiplied.
+    /// Multiplies a whole block of codes, one vector after another. A tile is converted while the one before is
+    /// multiplied.
     ///
     /// # Safety
     /// The task has entered tiles; the head dimension is whole vectors of codes.
@@ -141,8 +142,8 @@ impl TileValues<'_, '_> {
         }
     }
 
-    /// Products of a group's weights and a vector of codes of each key, which the first group widens and the
-    /// others find.
+    /// Multiplies a group's weights with a vector of codes of each key. The first group converts the codes, and the
+    /// other groups reuse the result.
     ///
     /// # Safety
     /// As for [`add_codes`](Self::add_codes).
@@ -171,7 +172,7 @@ impl TileValues<'_, '_> {
     }
 
     /// `UNITS` tiles' columns from `col` on.
-    // Inlining is left to the optimiser, as in `AddValues`: all of them in one function take much stack.
+    // Inlining is left to the optimiser, as in `AddValues`: all functions inlined into one need much stack.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn span<S: Simd, E: Elem, const UNITS: usize>(
         &mut self,
@@ -192,7 +193,8 @@ impl TileValues<'_, '_> {
                 let weights = self.weights_of_group(group);
                 s.tile_zero();
                 for tile in 0..tiles {
-                    // Staged while the tile before is multiplied: otherwise each waits for the other.
+                    // The next tile is copied while the present one is multiplied; otherwise each would wait for
+                    // the other.
                     if group == 0 && tile + 1 < tiles {
                         let at = (head, tile + 1, col);
                         rows[tile + 1] = self.rows::<S, E, UNITS>(s, &codes, steps[tile + 1], at, &mut ahead);
@@ -219,7 +221,7 @@ impl TileValues<'_, '_> {
         *self.ahead = ahead;
     }
 
-    /// A tile of rows: where they lie, if that is `step` bytes apart, else staged.
+    /// A tile of rows: in place if they are `step` bytes apart, otherwise copied to scratch.
     ///
     /// # Safety
     /// `UNITS` tiles' columns from `col` on are the head's.
@@ -265,14 +267,14 @@ impl TileValues<'_, '_> {
             }
         }
         if keys.len() < ROWS {
-            // Keys that are not there have weights of 0; what was here before may be anything.
-            // SAFETY: rows of the piece.
+            // Absent keys have weights of 0; the scratch may hold non-finite old numbers, so it is zeroed. SAFETY:
+            // rows of the piece.
             unsafe { piece.add(keys.len() * COLUMNS / 2).write_bytes(0, (ROWS - keys.len()) * COLUMNS / 2) };
         }
         staged
     }
 
-    /// The sums to O of each query.
+    /// Adds the sums to O of each query.
     ///
     /// # Safety
     /// As for [`are_finite`]; rows and columns of the call.
@@ -302,8 +304,8 @@ impl TileValues<'_, '_> {
     }
 }
 
-/// Index of a query's sums for the even or odd columns of a unit: `part` counts both of the first unit, then
-/// both of the next.
+/// Index of a query's sums for the even or odd columns of a unit: `part` counts even and odd of the first unit,
+/// then of the next.
 #[inline(always)]
 const fn place_of_sums(query: usize, part: usize) -> usize {
     let (unit, odd) = (part / 2, part % 2);
@@ -329,10 +331,10 @@ fn staged_tile(staged: *mut f32, tile: usize) -> TileRows {
     TileRows { first: staged.wrapping_add(tile * PIECE_LEN).cast(), step: (COLUMNS * 2) as isize }
 }
 
-/// A tile of weights by a vector of codes of as many keys.
+/// Multiplies a tile of weights with a vector of codes of each of its keys.
 ///
 /// # Safety
-/// The task has entered tiles; the tile's piece is there.
+/// The task has entered tiles; the tile's piece is readable.
 #[inline(always)]
 unsafe fn multiply_tile<S: Simd>(s: S, staged: *mut f32, weights: *const f32, tile: usize) {
     // SAFETY: the caller keeps the contract of `multiply_tile`.
@@ -357,7 +359,7 @@ fn rows_of_group(rows: &[usize], group: usize) -> &[usize] {
 #[inline(always)]
 unsafe fn are_finite<S: Simd, const UNITS: usize>(s: S, sums: *const f32, rows: &[usize]) -> bool {
     let zero = s.splat(0.0);
-    // 0 times each of them, in chains of their own, since one addition waits for the one before.
+    // Products with 0 are summed in separate chains, since each addition waits for the one before in its chain.
     let mut zeros = [[zero; 2]; UNITS];
     for &row in rows {
         for (unit, zeros) in zeros.iter_mut().enumerate() {
@@ -374,7 +376,7 @@ unsafe fn are_finite<S: Simd, const UNITS: usize>(s: S, sums: *const f32, rows: 
     s.sum(all) == 0.0
 }
 
-/// The sums of a group again, those of even columns with zeros in the places of odd ones and the other way round.
+/// Recomputes the sums of a group: for even columns with odd ones replaced by zeros, and vice versa.
 ///
 /// # Safety
 /// `weights` are tiles of a group and `rows` as many of V, `units` tiles across; this thread has entered

@@ -66,7 +66,7 @@ struct Consumer {
     sync_consumers();
   }
 
-  // Waits for Q of a query block, or for dO, and zeros the rows behind the sequence. All consumers take part.
+  // Waits for Q of a query block, or for dO, and zeros the rows beyond the sequence. All consumers must call it.
   FMHA_DEVICE void take_q(const Work& work, int32_t block, const Slot<tile.stages_q>& slot) const {
     ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
     zero_behind(work, block, smem.q[slot.index]);
@@ -84,7 +84,7 @@ struct Consumer {
     }
   }
 
-  // S and dP of part `part` of the block's queries, where it has parts (half_blocks.cuh).
+  // Starts S and dP of part `part` of the block's queries, if it has parts (half_blocks.cuh).
   FMHA_DEVICE void start_scores(Scores& s, int32_t slot, int part = 0) const {
     mma::start_product_abt<dtype, 1, S::dim_qk>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query(part));
   }
@@ -102,7 +102,7 @@ struct Consumer {
     return {blocks.i_head, blocks.current * tile.block_m + first_row, first_row};
   }
 
-  // P of the block whose product S is.
+  // P of the block whose product is S.
   template <Edges edges>
   FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, const Biases& biases,
                            Slopes& slopes, const Shown& shown = {}) const {
@@ -122,7 +122,7 @@ struct Consumer {
     return probs;
   }
 
-  // The end of a block whose dQ and dK are under way, in that order.
+  // The end of a block, with the products dQ and dK in flight, in that order.
   FMHA_DEVICE void finish_step(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
     ptx::wgmma_wait_group<1>();  // dQ
     dq_output.store(dq, work, blocks);

@@ -9,7 +9,7 @@
 
 namespace fmha::sm90::bwd {
 
-// Stores P of this consumer's queries for all consumers, which may read it behind `sync_consumers`.
+// Stores P of this consumer's queries; all consumers may read it after `sync_consumers`.
 template <class C>
 FMHA_DEVICE void share_probs(const C& c, const typename C::Scores& x, const typename C::Kept& kept) {
   // Single slot: waits until all consumers have read P and dS of the block before.

@@ -43,7 +43,7 @@ FMHA_DEVICE void differentiate_and_start_dv(C& c, typename C::Scores& s, typenam
   start_dv(c, probs);
 }
 
-// The three products that take P and dS; dV is done behind it, dQ and dK are under way.
+// The three products with P and dS as operands; at the end dV is done, and dQ and dK are in flight.
 template <class C>
 FMHA_DEVICE void start_gradients(C& c, typename C::Dq& dq, typename C::Scores& x, typename C::Scores& dp,
                                  const QueryTile& at, const typename C::Slopes& slopes, const typename C::Kept& kept) {

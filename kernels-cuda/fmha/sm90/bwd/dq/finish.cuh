@@ -89,7 +89,7 @@ FMHA_DEVICE float dq_factor(const BwdParams& p) {
   return p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
 }
 
-// A unit's sums to dQ; whether some of what this thread wrote is not finite, where that matters.
+// Writes a unit's sums to dQ; returns whether some value of this thread is not finite, where that matters.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool store_unit(const BwdParams& p, const QueryBlock& block, const Unit<spec, tile>& unit,
                             const float4 (&sums)[Unit<spec, tile>::fours]) {
@@ -225,7 +225,7 @@ struct Finisher {
     while (true) {
       const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.schedulers + kNextDqBlock, 1) : 0);
       if (index >= num_blocks) {
-        // Other warps have all of them, and may wait for what `busy` does here.
+        // Other warps have all remaining blocks, and may wait for the work of `busy` in this warp.
         while (is_busy) is_busy = busy();
         return;
       }

@@ -25,7 +25,7 @@ FMHA_DEVICE void for_each_addition(const BwdParams& p, const Sm90BwdSchedule& sc
 // Waits until `position` key blocks have added.
 template <Sm90BwdTile tile>
 FMHA_DEVICE void wait_for_position(const int32_t* semaphore, int32_t position) {
-  // Each CTA of a cluster counts for itself.
+  // Each CTA of a cluster has a count of its own.
   while (ptx::ld_acquire_gpu(semaphore) < cluster_size(tile) * position) {
   }
 }
