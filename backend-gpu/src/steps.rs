@@ -138,7 +138,8 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
             let of_lists = steps.iter().filter(|step| step.stage == Stage::ListTiles);
             for (plan, step) in planned.kernel.lists().iter().zip(of_lists) {
                 if plan.is_of(list.of, list.block) && plan.shape().is_ordered == list.is_ordered {
-                    let arguments = (bind::list_params(problem, seq, numbers), mask_data_params(problem, masks));
+                    let arguments =
+                        (bind::list_params(problem, seq, numbers), mask_data_params(problem, masks));
                     let ranks = steps.at(Stage::RankTiles).filter(|_| list.is_ordered);
                     let bits = steps.at(Stage::MaskBits);
                     // SAFETY: the caller keeps the contract of `build_list`; the steps are of this list.

@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let scaled = fields.contains(&("scales", "mxfp8"));
             let mut tile = sm100::default_tile(&spec);
             if scaled {
-                tile = tile.with_scales(&spec);
+                tile = tile.with_scales(&spec, 32);
             }
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
                 if !of_spec && field != "kernel" && field != "scales" {

@@ -317,7 +317,14 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90_mla", "sm80_widened", "sm90_widened", "sm100_widened", "sm100_mla", "sm100_mla_widened"],
+        kernels: &[
+            "sm90_mla",
+            "sm80_widened",
+            "sm90_widened",
+            "sm100_widened",
+            "sm100_mla",
+            "sm100_mla_widened",
+        ],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks other kernels take",
         applies: updates_the_cache,
