@@ -20,7 +20,7 @@ impl Random {
     }
 
     fn below(&mut self, end: u32) -> u32 {
-        (u64::from(self.next()) * u64::from(end) >> 32) as u32
+        ((u64::from(self.next()) * u64::from(end)) >> 32) as u32
     }
 
     /// A number that stands where roundings go apart: any bits, or of few digits near a block's scale, or one of those

@@ -137,10 +137,10 @@ pub struct Bounds {
     pub dims: &'static [u32],
     /// Whether caches of FP8 are among the stories.
     pub fp8_caches: bool,
-    /// Choice of one story in [`ONE_RARE`].
+    /// Choice of one story in `ONE_RARE`.
     pub rare: &'static [Rare],
     /// Whether each second seed's row sees three parts or more, and lies at two places of a tile. In one of
-    /// [`ONE_TRAINS`] such pairs one call is a training call of few heads, whatever `most_rows` is.
+    /// `ONE_TRAINS` such pairs one call is a training call of few heads, whatever `most_rows` is.
     pub forced: bool,
 }
 

@@ -5,7 +5,7 @@ use crate::backend::DevBuffer;
 use crate::call::Problem;
 use crate::device::{Device, Stream};
 use crate::error::{ProblemError, Result, ensure};
-use crate::expr::{CaptureKind, Number};
+use crate::expr::{CaptureKind, Function, Number};
 use crate::layout::Totals;
 use crate::plan::{BwdPlan, FwdPlan, Plan};
 use crate::problem::{Code, FwdProblem};
@@ -131,7 +131,7 @@ impl MaskObject {
         if like.masks.is_empty() && like.code.mask.is_none() {
             return Err(refused("mask: the problem has 0 masks as data, of which an object is built"));
         }
-        let mut captures = like.code.mask.iter().flat_map(|mask| mask.captures());
+        let mut captures = like.code.mask.iter().flat_map(Function::captures);
         if let Some(capture) = captures.find(|capture| matches!(capture.kind, CaptureKind::Tensor { .. })) {
             let name = &capture.name;
             return Err(refused(&format!(

@@ -24,7 +24,7 @@ use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
 use crate::error::{ProblemError, Refusal, Result, ensure};
-use crate::expr::{CaptureKind, Number};
+use crate::expr::{CaptureKind, Function, Number};
 use crate::layout::{KvLayout, QLayout, Totals};
 use crate::lengths::{check_lengths, read_host};
 use crate::mask_object::{ListsCall, TileLists};
@@ -132,7 +132,7 @@ pub(crate) struct Folded<P> {
 ///
 /// # Errors
 /// A count of captured tensors that is not the functions', and slopes of the caller's own.
-fn with_slopes(given: ScoreArgs<'_>, at: usize, rest: usize) -> Result<ScoreArgs<'_>> {
+fn with_slopes<'a>(given: &ScoreArgs<'a>, at: usize, rest: usize) -> Result<ScoreArgs<'a>> {
     let count = given.captured.len();
     ensure!(count == rest + 1, "captured", "captured: {count} tensors given, but {} wanted", rest + 1);
     ensure!(
@@ -141,7 +141,7 @@ fn with_slopes(given: ScoreArgs<'_>, at: usize, rest: usize) -> Result<ScoreArgs
         "alibi_slopes: 1 given, but the problem is without ALiBi"
     );
     let captured = if at == 0 { &given.captured[1..] } else { &given.captured[..rest] };
-    Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..given })
+    Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..*given })
 }
 
 /// Fills memory with zeros: on a stream, or at once in host memory.
@@ -315,7 +315,7 @@ impl<P: Problem> Plan<P> {
             return unsafe { self.run_as_planned(args, stream) };
         };
         let given = *score;
-        *score = with_slopes(given, at, self.computed().code().map_or(0, |code| code.captured.len()))?;
+        *score = with_slopes(&given, at, self.computed().code().map_or(0, |code| code.captured.len()))?;
         // SAFETY: the caller keeps the contract of `checked_run`.
         let done = unsafe { self.run_as_planned(args, stream) };
         if let Some(score) = P::score_args(args) {
@@ -403,7 +403,7 @@ impl<P: Problem> Plan<P> {
     #[must_use]
     pub fn has_lasting_lists(&self) -> bool {
         let Some(fwd) = self.0.problem.forward() else { return false };
-        let mut captures = fwd.code.mask.iter().flat_map(|mask| mask.captures());
+        let mut captures = fwd.code.mask.iter().flat_map(Function::captures);
         let layout = fwd.layout;
         fwd.masks.is_empty()
             && fwd.code.mask.is_some()

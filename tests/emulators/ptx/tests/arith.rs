@@ -309,7 +309,8 @@ fn fp8_conversions_round_to_nearest_and_saturate() {
 
 #[test]
 fn four_bit_conversions_round_to_nearest_even_and_saturate() {
-    let values = [0.0f32, -0.0, 0.25, 0.26, 0.75, 1.25, -1.75, 2.5, 3.5, 5.0, -5.1, 6.5, 1e9, -1e9, f32::NAN, 4.9];
+    let values =
+        [0.0f32, -0.0, 0.25, 0.26, 0.75, 1.25, -1.75, 2.5, 3.5, 5.0, -5.1, 6.5, 1e9, -1e9, f32::NAN, 4.9];
     let want = [0, 8, 0, 1, 2, 2, 12, 4, 6, 6, 15, 7, 7, 15, 7, 6];
     let a: [u64; 32] = std::array::from_fn(|i| u64::from(values[i % values.len()].to_bits()));
     let one: [u64; 32] = [u64::from(1f32.to_bits()); 32];

@@ -102,10 +102,10 @@ const ROWS: u32 = 12;
 const WORDS: u32 = 32;
 
 /// Brings four rows, from word `column` on, into shared memory. The barrier expects `expected` bytes.
-fn gather(form: &str, column: u32, rows: &str, map: TensorMap, expected: u32) -> Result<Vec<u32>, Fault> {
+fn gather(form: &str, column: u32, rows: &str, map: &TensorMap, expected: u32) -> Result<Vec<u32>, Fault> {
     let device = Device::new();
-    let words: Vec<u32> = (0..ROWS * WORDS).map(|n| n / WORDS << 16 | n % WORDS).collect();
-    let map = TensorMap { address: upload(&device, &words), ..map };
+    let words: Vec<u32> = (0..ROWS * WORDS).map(|n| ((n / WORDS) << 16) | (n % WORDS)).collect();
+    let map = TensorMap { address: upload(&device, &words), ..map.clone() };
     let bytes = map.encode();
     let map = upload_bytes(&device, &bytes);
     let out = device.alloc(512);
@@ -154,7 +154,7 @@ fn four_rows_come_in_the_order_of_their_coordinates() {
         [(0u8, 0u32, [7i32, 2, 11, 2]), (3, 0, [0, 9, 1, 4]), (0, 8, [3, 12, 5, -1])]
     {
         let list = rows.map(|row| row.to_string()).join(", ");
-        let got = gather(GATHER4, column, &list, matrix(swizzle, 1), 512)
+        let got = gather(GATHER4, column, &list, &matrix(swizzle, 1), 512)
             .unwrap_or_else(|f| panic!("{rows:?}: {f}"));
         for (place, row) in rows.into_iter().enumerate() {
             for word in 0..WORDS {
@@ -171,18 +171,18 @@ fn four_rows_come_in_the_order_of_their_coordinates() {
 
 #[test]
 fn a_gather_needs_boxes_of_one_row_five_coordinates_and_two_dimensions() {
-    let tall = gather(GATHER4, 0, "1, 2, 3, 4", matrix(0, 4), 512).unwrap_err();
+    let tall = gather(GATHER4, 0, "1, 2, 3, 4", &matrix(0, 4), 512).unwrap_err();
     assert_eq!(tall.kind, FaultKind::Descriptor, "{tall}");
     assert!(tall.text.contains("box of 4 rows"), "{tall}");
-    let few = gather(GATHER4, 0, "1, 2, 3", matrix(0, 1), 512).unwrap_err();
+    let few = gather(GATHER4, 0, "1, 2, 3", &matrix(0, 1), 512).unwrap_err();
     assert_eq!(few.kind, FaultKind::Unsupported, "{few}");
     let three =
-        gather("3d.shared::cta.global.tile::gather4", 0, "1, 2, 3, 4", matrix(0, 1), 512).unwrap_err();
+        gather("3d.shared::cta.global.tile::gather4", 0, "1, 2, 3, 4", &matrix(0, 1), 512).unwrap_err();
     assert_eq!(three.kind, FaultKind::Unsupported, "{three}");
 }
 
 /// The barrier counts all four rows: one that expects one row's bytes passes too early or never.
 #[test]
 fn a_gather_completes_the_bytes_of_four_rows() {
-    assert!(gather(GATHER4, 0, "1, 2, 3, 4", matrix(0, 1), 128).is_err());
+    assert!(gather(GATHER4, 0, "1, 2, 3, 4", &matrix(0, 1), 128).is_err());
 }
