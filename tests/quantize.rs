@@ -242,9 +242,10 @@ fn cases() -> Vec<Case> {
         }
     }
     // Without elements the tensor's scale is 1; with zeros too, and where it would be subnormal.
-    let none =
-        QuantizeProblem::new(BlockFormat::Nvfp4, BlockAxis::Dim, DType::F32, Shape { seq: 0, ..shape });
-    cases.push(Case::new(none, None, 0, 1));
+    for empty in [Shape { seq: 0, ..shape }, Shape { batch: 0, ..shape }] {
+        let none = QuantizeProblem::new(BlockFormat::Nvfp4, BlockAxis::Dim, DType::F32, empty);
+        cases.push(Case::new(none, None, 0, 1));
+    }
     for most in [0.0, f32::MIN_POSITIVE * 2688.0, 3.158_97e-35, 3.158_975e-35, f32::from_bits(0x0641_ffff)] {
         let tensor = Shape { batch: 1, seq: 3, head: 1, dim: 32 };
         let problem = QuantizeProblem::new(BlockFormat::Nvfp4, BlockAxis::Dim, DType::F32, tensor);

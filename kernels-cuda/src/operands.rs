@@ -109,6 +109,22 @@ pub(crate) fn refuse_long_sequences(problem: &FwdProblem, kernel: &'static str) 
     Ok(())
 }
 
+/// Refuses rows, (query, head) pairs of a kv head, that 32 bits do not count together with a tile of `tile` rows.
+///
+/// # Errors
+/// The length and the heads, as a refusal of `kernel`.
+pub(crate) fn refuse_many_rows(problem: &FwdProblem, tile: u64, kernel: &'static str) -> Result<(), Refusal> {
+    let (seqlen_q, heads) =
+        (problem.dims.seqlen_q, problem.dims.num_heads_q / problem.dims.num_heads_kv.max(1));
+    let rows = u64::from(seqlen_q) * u64::from(heads);
+    if rows > (1 << 31) - tile {
+        let text =
+            format!("seqlen_q {seqlen_q} of {heads} heads a kv head makes {rows} rows, not below 2^31");
+        return Err(Refusal::new(kernel, text));
+    }
+    Ok(())
+}
+
 /// Refuses a `softmax_scale` so small that `ALiBi`'s slopes cannot be divided by it, which is needed because slopes
 /// are subtracted from unscaled scores. With types other than bf16 all scores are 0 at such a scale.
 ///

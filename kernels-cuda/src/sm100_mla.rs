@@ -9,7 +9,7 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
 
-use crate::operands::{refuse_faint_alibi, refuse_long_sequences, stores_vectors, strides};
+use crate::operands::{refuse_faint_alibi, refuse_long_sequences, refuse_many_rows, stores_vectors, strides};
 use crate::sm90_mla::{self, DIM_QK, DIM_V, MlaSchedule, NARROW};
 use crate::{schedule, split};
 
@@ -193,6 +193,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         ));
     }
     refuse_long_sequences(problem, NAME)?;
+    refuse_many_rows(problem, 256, NAME)?;
     let odd = |&(_, _, stride): &(&str, &str, i64)| stride % 8 != 0 || stride >= 1 << 39;
     if let Some((name, axis, stride)) = strides(problem).find(odd) {
         return refuse(format!(

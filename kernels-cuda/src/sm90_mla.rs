@@ -9,7 +9,7 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec, abi_struct};
 
-use crate::operands::{refuse_faint_alibi, refuse_long_sequences, stores_vectors, strides};
+use crate::operands::{refuse_faint_alibi, refuse_long_sequences, refuse_many_rows, stores_vectors, strides};
 use crate::schedule::{self, TileSchedule};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 use crate::{lists, split};
@@ -117,11 +117,7 @@ impl Sm90MlaTile {
     /// # Errors
     /// A text that names the field, the value and what the field takes.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
-        self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
-        if self.split_keys == 0 || self.cluster > 1 {
-            self.fold_parts = if name == "fold_parts" { self.fold_parts } else { 1 };
-        }
-        Ok(())
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))
     }
 
     /// Checks that the tile's way of loading works for the problem's keys.
@@ -330,6 +326,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         ));
     }
     refuse_long_sequences(problem, NAME)?;
+    refuse_many_rows(problem, 256, NAME)?;
     let multiple = |name: &str| if name != "q" && stored(problem).is_fp8() { 16 } else { 8 };
     let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
     if let Some((name, axis, stride)) = strides(problem).find(odd) {
@@ -364,6 +361,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let of_rows = |problem: &FwdProblem| split_keys(problem, units(problem, 1).0, KEYS, num_sms);
     let split_keys = if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) };
     let v_in_k = problem.cache.v_in_k && shares_rows(problem.dims, listed);
+    let parts = problem.dims.seqlen_k.div_ceil(split_keys.unsigned_abs().max(1));
     Sm90MlaTile {
         by_tma: !listed && !copies_rows(problem, split_keys),
         stored: stored(problem),
@@ -376,8 +374,9 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
         row_bytes: lists::row_bytes(problem),
         vector_store: stores_vectors(problem),
         split_keys,
-        // Pairs fold their parts faster than the merge reads them; more CTAs wait for each other longer.
-        fold_parts: if v_in_k && !listed && split_keys > 0 { 2 } else { 1 },
+        // Pairs fold their parts faster than the merge reads them; more CTAs wait for each other longer. An odd
+        // number of parts would have a CTA more, and with it a second wave.
+        fold_parts: if v_in_k && !listed && split_keys > 0 && parts.is_multiple_of(2) { 2 } else { 1 },
     }
 }
 
@@ -551,9 +550,11 @@ mod tests {
     #[test]
     fn parts_fill_one_wave_where_there_are_few_tiles_and_are_none_where_there_are_many() {
         for (batch, heads, seqlen_k, parts) in [
-            (1, 16, 32768, 128),
-            (16, 16, 8192, 8),
-            (64, 16, 8192, 2),
+            // Parts as they are merged: pairs of CTAs fold theirs, where their number is even.
+            (1, 16, 32768, 64),
+            (16, 16, 8192, 4),
+            (44, 16, 8192, 3),
+            (64, 16, 8192, 1),
             (66, 128, 8192, 1),
             (132, 16, 8192, 1),
         ] {

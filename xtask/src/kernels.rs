@@ -594,7 +594,7 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("sm90_mla"),
         mode: Mode::HappensBefore,
-        tile: Some("split_keys=64,fold_parts=4"),
+        tile: Some("split_keys=64,fold_parts=2"),
         in_test: Cases { filter: "^decode/latent/bf16/s1x130/h16/0/strided$", deal: 1 },
         in_all: Cases { filter: "^decode/(latent/|wide_fp8/.*d576x512)", deal: 1 },
         ..HOPPER_WALKING

@@ -8,6 +8,7 @@ in its closure or among its globals: a number is an argument of a call, so anoth
 
 from __future__ import annotations
 
+import dis
 import functools
 import math
 import types
@@ -753,6 +754,13 @@ def _global_names(code: types.CodeType) -> Tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
 
 
+@functools.lru_cache(maxsize=1024)
+def _imports(code: types.CodeType) -> bool:
+    """Whether a function, or one inside it, imports while it runs."""
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)) or any(map(_imports, inner))
+
+
 def facts(function: Any, is_tensor: Callable[[Any], bool]) -> Optional[List[Any]]:
     """All that a function's trace depends on, to compare by :func:`same`; ``None`` where something else may be read:
     an object's attribute, a list, a tensor whose number is."""
@@ -783,6 +791,9 @@ def _note(held: Any, is_tensor: Callable[[Any], bool], found: List[Any], path: L
             return False
         if (held.__module__ or "").partition(".")[0] in _CONSTANT_MODULES:
             return True
+        # Attributes may be read, and an import in the body reads what no scope here has.
+        if vars(held).keys() - {"__wrapped__"} or _imports(held.__code__):
+            return False
         path = [*path, held]
         parts = [held.__code__, *(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values()]
         found.append(parts[0])
@@ -799,8 +810,11 @@ def _note(held: Any, is_tensor: Callable[[Any], bool], found: List[Any], path: L
         return all(_note(part, is_tensor, found, path) for part in parts)
     if kind is types.ModuleType:
         return held.__name__.partition(".")[0] in _CONSTANT_MODULES
-    if kind is types.BuiltinFunctionType or isinstance(held, type):
-        return True
+    if kind is types.BuiltinFunctionType:
+        # A bound one reads its object.
+        return held.__self__ is None or isinstance(held.__self__, types.ModuleType)
+    if isinstance(held, type):
+        return (held.__module__ or "").partition(".")[0] in _CONSTANT_MODULES
     if is_tensor(held):
         # The number of one on the host is an argument, and may change in place.
         if held.device.type == "cpu" and held.numel() == 1 and not held.requires_grad:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import math
 import types
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch.nn.attention import flex_attention as _torchs
@@ -264,6 +265,10 @@ def code_of(
     return _code.bind(_torch, score_mod, in_blocks, None, names, query.device)
 
 
+#: What was traced of a function, and all that it was made of.
+_TRACED: "weakref.WeakKeyDictionary[Any, Tuple[List[Any], _code.Code]]" = weakref.WeakKeyDictionary()
+
+
 def _traced(
     score_mod: Optional[ScoreMod], mask: Optional[MaskMod], names: Tuple[str, str], device: torch.device
 ) -> Optional[_code.Code]:
@@ -275,14 +280,16 @@ def _traced(
     of_mask = [] if mask is None or not is_kept else facts(mask, _is_tensor)
     if not is_kept or of_score is None or of_mask is None:
         return _code.bind(_torch, score_mod, mask, None, names, device, folds=True)
-    known = [str(device), names[0], *of_score, "mask", *of_mask]
-    kept = vars(first).get("_fmha_traced")
+    # What is kept of a function does not hold the function: it goes when nobody else has it.
+    parts = (None if x is first else x for x in (*of_score, "mask", *of_mask))
+    known = [str(device), names[0], *parts]
+    kept = _TRACED.get(first)
     if kept is not None and same(kept[0], known):
         return kept[1]
     code = _code.bind(_torch, score_mod, mask, None, names, device, folds=True)
     # A converted copy of a tensor does not see what changes in it.
     if code is not None and all(any(x is y for y in known) for x in code.tensors):
-        vars(first)["_fmha_traced"] = (known, code)
+        _TRACED[first] = (known, code)
     return code
 
 

@@ -1,8 +1,10 @@
 """FlexAttention's door against torch's own, forward, and against float64, with gradients; and what it refuses."""
 
 import functools
+import pickle
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -420,6 +422,27 @@ def test_lists_of_a_mask_that_are_kept_are_those_of_its_numbers():
 slopes_of = 3
 
 
+class Unseen:
+    rate = 3.0
+
+
+def told(s):
+    return s
+
+
+told.rate = 3.0
+
+
+def imports_late(s, b, h, q, k):
+    import math
+
+    return s * math.pi
+
+
+def by_rate(s, b, h, q, k, by):
+    return s * by
+
+
 def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
     traced = lambda score, mask=None: flex._traced(score, mask, ("score_mod", "mask_mod"), torch.device(DEVICE))  # noqa: E731
     table, factor, held = torch.rand(4, device=DEVICE), 2.0, [1.0]
@@ -446,11 +469,27 @@ def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
     for unseen in (lambda s, b, h, q, k: s * held[0], lambda s, b, h, q, k: s * number):
         one = traced(unseen)
         assert traced(unseen) is not one
+    table_of = {1: 2.0}
+    for unseen in (
+        lambda s, b, h, q, k: s * Unseen.rate,
+        lambda s, b, h, q, k, get=table_of.get: s * get(1),
+        lambda s, b, h, q, k: s * told.rate,
+        imports_late,
+    ):
+        one = traced(unseen)
+        assert traced(unseen) is not one
     before = traced(lambda s, b, h, q, k: s + number)
     number += 1
     assert before.numbers == (2.0,) and traced(lambda s, b, h, q, k: s + number).numbers == (3.0,)
-    partial = functools.partial(lambda s, b, h, q, k, by: s * by, by=2.5)
+    partial = functools.partial(by_rate, by=2.5)
     assert traced(partial) is traced(partial)
+    assert pickle.loads(pickle.dumps(partial)).keywords == {"by": 2.5}
+    # What is kept goes with the function.
+    passing = lambda s, b, h, q, k: s * 2.0  # noqa: E731
+    traced(passing)
+    gone = weakref.ref(passing)
+    del passing
+    assert gone() is None
     mask = lambda b, h, q, k: q >= k  # noqa: E731
     both = traced(score, mask)
     assert traced(score, mask) is both and traced(score, lambda b, h, q, k: q >= k) is not both

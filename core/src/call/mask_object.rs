@@ -115,12 +115,20 @@ struct Copied {
     bytes: u64,
 }
 
+/// Whether two numbers have the same bits: a NaN is itself.
+fn is_same(a: Number, b: Number) -> bool {
+    match (a, b) {
+        (Number::Float(a), Number::Float(b)) => a.to_bits() == b.to_bits(),
+        (a, b) => a == b,
+    }
+}
+
 impl MaskObject {
     /// An object for the calls of these plans, with memory of the device. If both plans read the same lists, the
     /// object has them once, otherwise once for each plan. `totals`: rows of packed tensors, as in the calls.
     ///
     /// # Errors
-    /// No plan; a problem without masks as data; plans whose masks, lengths, heads or device differ, with what differs;
+    /// No plan; a problem with neither masks as data nor a mask as code; plans whose masks, lengths, heads or device differ, with what differs;
     /// a mask as code that captures a tensor, of which there is no copy; memory that is not there.
     pub fn new(forward: Option<&FwdPlan>, backward: Option<&BwdPlan>, totals: Totals) -> Result<Self> {
         let (device, like) = match (forward, backward) {
@@ -129,7 +137,9 @@ impl MaskObject {
             (None, None) => return Err(refused("plan: a mask object has 0 of them, and serves 1 at least")),
         };
         if like.masks.is_empty() && like.code.mask.is_none() {
-            return Err(refused("mask: the problem has 0 masks as data, of which an object is built"));
+            return Err(refused(
+                "mask: the problem has 0 masks as data and 0 masks as code, of which an object is built",
+            ));
         }
         let mut captures = like.code.mask.iter().flat_map(Function::captures);
         if let Some(capture) = captures.find(|capture| matches!(capture.kind, CaptureKind::Tensor { .. })) {
@@ -183,9 +193,24 @@ impl MaskObject {
     /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, and for lengths and tensors that do
     /// not fit, and for a first build that is captured; what the driver said.
     pub fn build(&mut self, seq: &SeqArgs<'_>, masks: &MaskArgs<'_>, stream: &Stream) -> Result<()> {
+        self.build_with(seq, masks, &[], stream)
+    }
+
+    /// Builds as [`build`](Self::build) does, for calls whose functions capture these numbers
+    /// ([`ScoreArgs::numbers`](crate::ScoreArgs::numbers)).
+    ///
+    /// # Errors
+    /// As [`build`](Self::build), and for numbers that the functions do not capture.
+    pub fn build_with(
+        &mut self,
+        seq: &SeqArgs<'_>,
+        masks: &MaskArgs<'_>,
+        numbers: &[Number],
+        stream: &Stream,
+    ) -> Result<()> {
         let handle = stream.of(&self.device)?;
         // SAFETY: `Stream::of` gave a live handle of this device's.
-        unsafe { self.build_on_raw(seq, masks, &[], handle) }
+        unsafe { self.build_on_raw(seq, masks, numbers, handle) }
     }
 
     /// Builds as [`build`](Self::build) does, for calls whose functions capture these numbers
@@ -355,7 +380,7 @@ impl MaskObject {
         for (((name, _), own), given) in self.like.code.numbers().iter().zip(&self.numbers).zip(given) {
             let is_read = mask.captures().iter().any(|capture| capture.name == *name);
             ensure!(
-                !is_read || own == given,
+                !is_read || is_same(*own, *given),
                 "mask",
                 "mask: built for {name} {own:?}, but the call has {given:?}"
             );

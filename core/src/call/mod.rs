@@ -572,7 +572,9 @@ impl Problem for ValidQuantize {
 
     fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
         let mut one = QuantizeProblem::clone(self);
-        let has_some = std::mem::replace(&mut one.shape.batch, 1) > 0;
+        // A scale that is to be written is written without a sequence too.
+        let writes = self.tensor_scale == TensorScale::Written;
+        let has_some = std::mem::replace(&mut one.shape.batch, 1) > 0 || writes;
         if has_some { Ok(None) } else { one.validate().map(Some) }
     }
 

@@ -40,14 +40,6 @@ FMHA_DEVICE void mbarrier_arrive_at_if(Barrier& barrier, uint32_t rank, bool con
       : "memory");
 }
 
-// needs: sm_90. The address of the same barrier of CTA `rank` of the cluster.
-// PTX ISA: mapa.
-FMHA_DEVICE uint32_t address_at(Barrier& barrier, uint32_t rank) {
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(&barrier)), "r"(rank));
-  return address;
-}
-
 // needs: sm_90. Copies from this CTA's shared memory to that of CTA `rank`; `to` and the barrier that counts the
 // bytes are addresses of this CTA. `bytes` and both addresses are multiples of 16.
 // PTX ISA: mapa, cp.async.bulk.
@@ -110,6 +102,10 @@ FMHA_DEVICE uint32_t shared_address_at(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
+}
+// needs: sm_90. The address of the same barrier of CTA `rank` of the cluster.
+FMHA_DEVICE uint32_t address_at(Barrier& barrier, uint32_t rank) {
+  return shared_address_at(shared_address(&barrier), rank);
 }
 
 // needs: sm_90. Stores to shared memory of any CTA of the cluster, by its address there.

@@ -157,7 +157,8 @@ pub fn walk(
     schedule: &TileSchedule,
     facts: &DeviceFacts,
 ) -> Option<Walk> {
-    let whole = tile.split_keys == 0 && tile.copy_bytes == 0 && !problem.cache.tree_mask;
+    // Elements of four bits have another rate, which no published row tells.
+    let whole = tile.split_keys == 0 && tile.copy_bytes == 0 && !problem.cache.tree_mask && !tile.has_pairs();
     if !whole || !is_modelled(problem) {
         return None;
     }

@@ -78,6 +78,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         }
         let fitted = |mut tile: Sm90MlaTile| {
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+            // A fold that nobody named goes with the parts that it folds.
+            if (tile.split_keys == 0 || tile.cluster > 1)
+                && !fields.iter().any(|(key, _)| key == "fold_parts")
+            {
+                tile.fold_parts = 1;
+            }
             tile.check(problem)?;
             facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), tile.ctas_of_cluster())?;
             Ok(tile)

@@ -1,6 +1,6 @@
-// Scales of MXFP8, from the caller's tensors to shared memory: bytes of any strides, gathered into the tiles that
-// tcgen05.cp takes. A block of 128 rows has 512 bytes for each 128 elements of a row, so gathering costs a warp sixteen
-// loads a lane, and no launch lays tensors of scales out before.
+// Scales of MXFP8 and NVFP4, from the caller's tensors to shared memory: bytes of any strides, gathered into the tiles
+// that tcgen05.cp takes. A block of 128 rows has 512 bytes for each 128 elements of a row, so gathering costs a warp
+// sixteen loads a lane, and no launch lays tensors of scales out before.
 //
 //   zero role, with scales    the scales of each block, in the order of the load role; V's zeros too
 //   both copying warps         without TMA, each thread its share
@@ -85,7 +85,7 @@ struct ScaleReader {
     }
     return line;
   }
-  // Line l of tile `part` of a block of V: its rows are 128 columns of V, and a word has the scales of 128 keys.
+  // Line l of tile `part` of a block of V: 128 columns of V; a word has the scales of 128 keys, of pairs of 64.
   FMHA_DEVICE ScaleLine of_values(const Keys& keys, int32_t at_tile, int32_t l) const {
     // Keys of pairs have tiles of their own for each 64.
     const int32_t part = at_tile % Tiles::columns;

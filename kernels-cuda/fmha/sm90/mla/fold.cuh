@@ -5,8 +5,7 @@
 // the shared memory of the CTA that owns the columns, over blocks of K that are read. The owner adds what has come, in
 // the order of the parts.
 #pragma once
-#include <fmha/common/output_row.cuh>
-#include <fmha/common/store_rows.cuh>
+#include <fmha/ptx/cluster.cuh>
 #include <fmha/sm90/mla/consume.cuh>
 
 namespace fmha::mla {
