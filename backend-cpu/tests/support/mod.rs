@@ -117,7 +117,7 @@ pub struct Inputs {
     pub used_k: Vec<i32>,
 }
 
-/// Of each sequence for Q and K: number of rows in memory, and number of rows in use.
+/// For Q and K, the number of rows that a sequence has in memory, and the number of rows in use.
 pub type Lengths = [(u32, u32); 2];
 
 impl Inputs {
