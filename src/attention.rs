@@ -26,7 +26,7 @@ pub struct Attention {
     pub softcap: Option<f32>,
     /// Probability that a `P` is dropped.
     pub p_drop: f32,
-    /// Position of the dropout generator; a call with `p_drop` above 0 names it.
+    /// Position of the random generator of dropout; a call with `p_drop` above 0 names it.
     pub dropout: Option<DropoutSeed>,
     /// Whether a kernel that is correct but far from fast may serve where no fast one takes the problem, as
     /// none takes f32 on a GPU. Off, such a problem is refused with every kernel's reason.

@@ -27,9 +27,9 @@ struct Case {
     given: Vec<f32>,
     used: Vec<i32>,
     ranges: [Vec<i32>; 2],
-    /// Groups of threads to a row, where the plan is told.
+    /// Number of thread groups that share a row, where the test states it for the plan.
     parts: Option<u32>,
-    /// Groups of a cluster to a row, where the plan is told.
+    /// Number of groups of a cluster that share a row, where the test states it for the plan.
     cluster: Option<u32>,
 }
 

@@ -21,7 +21,7 @@ use fmha_conformance::Regex;
 use planting::{Fate, Fault, each, is_own_process};
 use serde::Deserialize;
 
-/// Runs over which all mutants are spread: each run tries one mutant in so many.
+/// Runs over which all mutants are spread: each run tries one mutant of this many.
 const EVERY: usize = 40;
 
 /// The text of one kernel, and the cases that are to find what is wrong with it.

@@ -94,7 +94,7 @@ fn search(
     counts
 }
 
-/// The CPU with so many threads.
+/// The CPU as a device with this number of threads.
 fn cpu(threads: usize) -> Device {
     let config = Config { threads: Some(threads), ..Config::default() };
     Device::new(CpuBackend::with(config).unwrap())

@@ -13,7 +13,7 @@ use crate::memory::reserve;
 use crate::score::{HeadScore, Panel};
 use crate::simd::{Op, Simd, exp, tanh};
 
-/// A compiled program and the tensors that it captures.
+/// The compiled program of a score or mask function, and the tensors that the function reads (captures).
 struct Compiled<'a> {
     program: Program,
     captured: Vec<Captured<'a>>,
@@ -29,7 +29,7 @@ struct Read {
     shape: Vec<u32>,
 }
 
-/// The operands of a call that code and masks as data use.
+/// The operands of a call that its score and mask functions, and its masks as data (tensors), read.
 pub(crate) struct CodeArgs<'a> {
     pub(crate) score: ScoreArgs<'a>,
     pub(crate) masks: MaskArgs<'a>,
@@ -37,7 +37,7 @@ pub(crate) struct CodeArgs<'a> {
     pub(crate) total_q: Option<u32>,
 }
 
-/// The functions of a call, and its masks as data.
+/// The score and mask functions of a call, and its masks as data (tensors).
 pub(crate) struct Code<'a> {
     masks: Option<HostMasks<'a>>,
     score: Option<(&'a Function, Compiled<'a>)>,
@@ -197,7 +197,7 @@ impl<'a> Code<'a> {
     ) {
         lanes.set_head(self, head_of(&head.span, head.i_head));
         for_blocks::<S>(panel, |block, at, count| {
-            // SAFETY: rows of the panels, as the caller promises.
+            // SAFETY: the caller promises PANEL numbers for each row of the panel, at both pointers.
             let (scores, hide) = unsafe {
                 (
                     std::slice::from_raw_parts_mut(scores.add(at), count),
@@ -214,11 +214,11 @@ impl<'a> Code<'a> {
                 }
             }
         });
-        // SAFETY: promised by the caller: `scores` and `hide` are panels of these rows.
+        // SAFETY: promised by the caller: `scores` and `hide` have PANEL numbers for each row of the panel.
         unsafe { self.hide_by_data::<S>(head, panel, hide) };
         for_blocks::<S>(panel, |block, at, count| {
             let (Some((_, compiled)), Some(lanes)) = (&self.score, &mut lanes.score) else { return };
-            // SAFETY: rows of the panels, as the caller promises.
+            // SAFETY: the caller promises PANEL numbers for each row of the panel, at both pointers.
             let (scores, hide) = unsafe {
                 (
                     std::slice::from_raw_parts_mut(scores.add(at), count),
@@ -252,7 +252,8 @@ impl<'a> Code<'a> {
                     Shown::Full => 0.0,
                 };
                 for j in run {
-                    // SAFETY: a row of the panel, as the caller promises.
+                    // SAFETY: the caller promises that `hide` has PANEL numbers for each row; `j` is one of the
+                    // rows.
                     unsafe { *hide.add((j - panel.j) as usize * S::PANEL + lane) = value };
                 }
             });
@@ -266,7 +267,7 @@ impl<'a> Code<'a> {
     /// `values` and `hide` are panels of these rows.
     pub(crate) unsafe fn hide<S: Simd>(panel: &Panel, values: *mut f32, hide: *const f32, hidden: f32) {
         let (at, count) = (panel.rows.0 * S::PANEL, (panel.rows.1 - panel.rows.0) * S::PANEL);
-        // SAFETY: rows of the panels, as the caller promises.
+        // SAFETY: the caller promises PANEL numbers for each row of the panel, at both pointers.
         let (values, hide) = unsafe {
             (
                 std::slice::from_raw_parts_mut(values.add(at), count),
@@ -295,7 +296,7 @@ impl<'a> Code<'a> {
         lanes.set_head(self, head_of(&head.span, head.i_head));
         let Some(lanes) = &mut lanes.slope else { return };
         for_blocks::<S>(panel, |block, at, count| {
-            // SAFETY: rows of the panels, as the caller promises.
+            // SAFETY: the caller promises PANEL numbers for each row of the panel, at both pointers.
             let (scores, gradients) = unsafe {
                 (
                     std::slice::from_raw_parts_mut(scaled.add(at), count),
@@ -326,7 +327,7 @@ impl<'a> Code<'a> {
         lanes.set_head(self, head_of(&head.span, head.i_head));
         let Some(lanes) = &mut lanes.reads else { return };
         for_blocks::<S>(panel, |block, at, count| {
-            // SAFETY: rows of the panels, as the caller promises.
+            // SAFETY: the caller promises PANEL numbers for each row of the panel, at both pointers.
             let (scores, gradients) = unsafe {
                 (
                     std::slice::from_raw_parts_mut(scaled.add(at), count),
@@ -351,7 +352,7 @@ impl<'a> Code<'a> {
     }
 }
 
-/// Zero arrays in the shapes of a call's captured gradients.
+/// Zero arrays in the shapes of a call's gradients of captured tensors.
 ///
 /// # Errors
 /// Memory that the system refuses.

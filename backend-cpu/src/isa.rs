@@ -100,7 +100,7 @@ pub(crate) trait Kernels {
     fn index(&self, call: &Index<'_>, threads: &Threads) -> Result<()>;
     /// Runs a fixed number of FMAs in registers: how many operations.
     fn fma_loop(&self) -> f64;
-    /// Number of queries of a panel, of which `block_m` is a multiple.
+    /// Number of queries that are computed together, in the lanes of vectors; `block_m` is a multiple.
     fn query_panel(&self) -> usize;
 }
 

@@ -170,17 +170,17 @@ impl Bytes {
         Self(slice.as_mut_ptr())
     }
 
-    /// Scratch that threads share.
+    /// Address of scratch memory that several threads use.
     pub(crate) fn of(floats: &mut Floats) -> Self {
         Self(floats.as_mut_ptr().cast())
     }
 
-    /// Numbers of the caller's.
+    /// Address of f32 numbers of the caller.
     pub(crate) fn of_f32(numbers: &mut [f32]) -> Self {
         Self(numbers.as_mut_ptr().cast())
     }
 
-    /// Integers of the caller's.
+    /// Address of i32 numbers of the caller.
     pub(crate) fn of_i32(numbers: &mut [i32]) -> Self {
         Self(numbers.as_mut_ptr().cast())
     }

@@ -95,7 +95,7 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     if problem.walks_lists() {
         return Ok(ready(backend, engine, of_lists(backend, "cpu-fwd", problem, options)?));
     }
-    // A tree mask is taken in rows.
+    // A problem with a tree mask is computed row by row, which has no lagging maxima.
     let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.cache.tree_mask;
     let planned = plan(backend, "cpu-fwd", max_may_lag, options, |blocks| {
         vec![

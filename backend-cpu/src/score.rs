@@ -1,4 +1,4 @@
-//! Steps on a panel of scores between `Q K^T` and the softmax.
+//! Steps between `Q K^T` and the softmax, on a panel of scores: those of some keys and PANEL queries.
 
 use fmha_core::dropout::{KeepMask, keep_scale};
 use fmha_core::{Bias, BlockClass, DevSlice, FwdProblem, MaskBand, ScoreArgs, SeqSpan};
@@ -12,7 +12,7 @@ pub(crate) struct ScoreInputs<'a> {
     problem: &'a FwdProblem,
     args: ScoreArgs<'a>,
     bias: Option<Source>,
-    /// A score and a mask as code.
+    /// Score and mask functions of the call.
     pub(crate) code: Option<Code<'a>>,
 }
 
@@ -81,7 +81,7 @@ impl<'a> ScoreInputs<'a> {
 pub(crate) struct HeadScore {
     pub(crate) span: SeqSpan,
     pub(crate) i_head: u32,
-    /// Whether the problem has a score or a mask as code.
+    /// Whether the problem has a score function or a mask function.
     pub(crate) coded: bool,
     pub(crate) i_head_kv: u32,
     pub(crate) band: MaskBand,
@@ -101,7 +101,7 @@ pub(crate) struct HeadScore {
     pub(crate) descale_v: f32,
 }
 
-/// A panel of scores: queries `i .. i + queries` (lanes) of keys `j + rows.start .. j + rows.end`.
+/// A panel of scores: queries `i .. i + queries` (lanes) and keys `j + rows.start .. j + rows.end` (rows).
 #[derive(Clone, Copy)]
 pub(crate) struct Panel {
     /// First query.
@@ -149,12 +149,12 @@ impl Panel {
 #[derive(Clone, Copy)]
 pub(crate) struct Visible {
     band: MaskBand,
-    /// Whether a weight of 0 may mean a pair that code hides.
+    /// Whether a weight of 0 may mean a pair that the mask function hides.
     coded: bool,
 }
 
 impl Visible {
-    /// Whether query `i` sees key `j`, given `weight`, its weight after the mask as code.
+    /// Whether query `i` sees key `j`, given `weight`, its weight after the mask function.
     pub(crate) fn sees(self, i: u32, j: u32, weight: f32) -> bool {
         self.band.visible(i, j) && !(self.coded && weight == 0.0)
     }
@@ -166,13 +166,14 @@ impl HeadScore {
         Visible { band: self.band, coded: self.coded }
     }
 
-    /// A panel of the tile; code may hide any pair in it.
+    /// The panel of these queries and keys in the tile. It counts as masked in part if a mask function may hide
+    /// pairs.
     pub(crate) fn panel(&self, i: u32, queries: usize, j: u32, keys: usize) -> Option<Panel> {
         Panel::new(self.band, i, queries, j, keys)
             .map(|panel| Panel { edge: panel.edge || self.coded, ..panel })
     }
 
-    /// Whether [`Adjust`] would change a panel.
+    /// Whether [`Adjust`] would change a score of the panel.
     pub(crate) fn adjusts(&self, panel: &Panel) -> bool {
         panel.edge || self.changes()
     }
@@ -208,12 +209,12 @@ impl HeadScore {
     }
 }
 
-/// Soft-cap, bias, ALiBi and mask, in place on a panel `[rows][PANEL]`.
+/// Applies soft-cap, bias, ALiBi and mask in place to a panel of scores, `[rows][PANEL]`, a row for each key.
 pub(crate) struct Adjust<'a> {
     pub(crate) head: &'a HeadScore,
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
-    /// Scratch of the panel's size, used with an elementwise bias.
+    /// Scratch with room for as many numbers as the panel has; used with an elementwise bias.
     pub(crate) bias: *mut f32,
     /// Output for the soft-cap's derivative `1 - tanh^2`, if it is needed.
     pub(crate) slope: Option<*mut f32>,
@@ -227,7 +228,8 @@ impl<S: Simd> Op<S> for Adjust<'_> {
         if let Some(matrix) = head.bias {
             let tile = matrix.skip(panel.i as usize).skip_cols(panel.j as usize + first);
             let to = bias.wrapping_add(first * width);
-            // SAFETY: queries and keys of the panel are inside the bias; scratch is a panel.
+            // SAFETY: queries and keys of the panel are inside the bias tensor; the scratch has PANEL numbers a
+            // row.
             unsafe {
                 tile.gather_transposed(s, panel.queries, last - first, 1.0, to, last - first);
             }
@@ -253,7 +255,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
         let hidden = s.splat(f32::NEG_INFINITY);
         for v in 0..panel.vectors::<S>() {
             let at_lane = v * S::LANES;
-            // SAFETY: 32 lanes are the widest panel.
+            // SAFETY: the arrays have 32 numbers, as many as the widest panel has lanes.
             let (lanes, lo, hi) = unsafe {
                 (
                     s.load(lanes.as_ptr().add(at_lane)),
@@ -263,7 +265,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
             };
             for row in (first..last).filter(|row| !spared.contains(row)) {
                 let at = row * width + at_lane;
-                // SAFETY: row and lane are inside the panel.
+                // SAFETY: `scores` has PANEL numbers for each row, and `at` is in such a row.
                 let mut x = unsafe { s.load(scores.add(at)) };
                 let hides = panel.edge.then(|| {
                     let sink = i64::from(panel.j) + (row as i64) < head.band.sink_columns;
@@ -286,7 +288,8 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                                 s.select_le(j, hi, above, zero)
                             }
                         };
-                        // SAFETY: `slope` is a panel.
+                        // SAFETY: `slope` has PANEL numbers for each row, as `scores` has, and `at` is in such a
+                        // row.
                         unsafe { s.store(slope.add(at), value) };
                     }
                 }
@@ -305,14 +308,14 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                     }
                     x = s.select_le(j, hi, x, hidden);
                 }
-                // SAFETY: row and lane are inside the panel.
+                // SAFETY: `scores` has PANEL numbers for each row, and `at` is in such a row.
                 unsafe { s.store(scores.add(at), x) };
             }
         }
     }
 }
 
-/// The keep decisions of a panel: writes `factor` for kept scores, 0 for dropped ones.
+/// Writes dropout's decisions for a panel of scores: `factor` for kept ones, 0 for dropped ones.
 pub(crate) struct Keep {
     pub(crate) mask: KeepMask,
     pub(crate) panel: Panel,
@@ -334,7 +337,7 @@ impl<S: Simd> Op<S> for Keep {
                     let j = quad * 4 + word;
                     if (j_first..j_last).contains(&j) {
                         let at = (j - panel.j as usize) * S::PANEL + lane;
-                        // SAFETY: row and lane are inside the panel.
+                        // SAFETY: `to` has PANEL numbers for each row, and `at` is in such a row.
                         unsafe { *to.add(at) = if kept { factor } else { 0.0 } };
                     }
                 }

@@ -68,7 +68,7 @@ impl IndexTo {
         Self::Scores(Bytes::of_f32(scores))
     }
 
-    /// Lists of `topk` entries.
+    /// Output of a list of `topk` keys for each row, in `indices`.
     pub(crate) fn lists(topk: usize, indices: &mut [i32]) -> Self {
         Self::Lists { topk, indices: Bytes::of_i32(indices) }
     }
@@ -82,11 +82,11 @@ pub(crate) struct Index<'a> {
 
 /// Buffers of one thread, reused from task to task.
 struct Scratch {
-    /// q of a task's tokens, `[tokens][panels][head_dim][PANEL]`.
+    /// q of a task's tokens, transposed: `[tokens][panels][head_dim][PANEL heads]`.
     queries: Floats,
     staging: Floats,
     keys: Floats,
-    /// A panel of products.
+    /// Products of q and k of PANEL heads.
     products: Floats,
     /// The scores of a task's tokens.
     scores: Floats,
@@ -197,7 +197,7 @@ impl Index<'_> {
         match self.to {
             IndexTo::Scores(to) => {
                 for j in candidates {
-                    // SAFETY: this row is this task's; the length of all was checked.
+                    // SAFETY: no other task writes this row; the length of all rows was checked.
                     unsafe { to.write_f32(row * keys + j as usize, score(j)) };
                 }
             }
@@ -214,7 +214,7 @@ impl Index<'_> {
                 chosen.sort_unstable_by_key(|&(_, j)| j);
                 for entry in 0..topk {
                     let key = chosen.get(entry).map_or(-1, |&(_, j)| j.cast_signed());
-                    // SAFETY: this list is this task's; the length of all was checked.
+                    // SAFETY: no other task writes this list; the length of all lists was checked.
                     unsafe { indices.write_i32(row * topk + entry, key) };
                 }
             }
@@ -250,7 +250,7 @@ impl<S: Simd> Op<S> for WeighHeads<'_> {
         for row in panel.rows.0..panel.rows.1 {
             let mut sum = zero;
             for v in 0..panel.vectors::<S>() {
-                // SAFETY: rows of a panel; 32 lanes are the widest one.
+                // SAFETY: the arrays have rows of PANEL numbers, which are 32 at most.
                 unsafe {
                     let product = s.load(products.add(row * S::PANEL + v * S::LANES));
                     // `max` returns its second operand if one of the operands is NaN, so a NaN score stays.

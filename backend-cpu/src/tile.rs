@@ -22,7 +22,7 @@ pub(crate) struct Left {
     pub(crate) row: usize,
     /// Stride between steps of the reduction.
     pub(crate) step: usize,
-    /// Steps until `jump`.
+    /// Number of steps of the reduction before the address moves by `jump`.
     pub(crate) segment: usize,
     /// Stride between the first steps of two segments.
     pub(crate) jump: usize,
@@ -39,7 +39,7 @@ impl Left {
         Self { base, row: stride, step: 1, segment: usize::MAX, jump: 0 }
     }
 
-    /// Operand of columns of one panel `[rows][width]`, summed over its rows.
+    /// Operand whose columns are those of an array `[rows][width]`; the product sums over the rows.
     pub(crate) fn columns(base: *const f32, width: usize) -> Self {
         Self { base, row: 1, step: width, segment: usize::MAX, jump: 0 }
     }

@@ -1,4 +1,4 @@
-//! A backend over a vendor's driver and recipes.
+//! A backend over a vendor's driver and recipes (kernels with their checks and launches).
 
 use std::path::PathBuf;
 use std::sync::Arc;

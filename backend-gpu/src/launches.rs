@@ -13,9 +13,9 @@ pub enum Stage {
     KeepMask,
     /// Converts a cache of a narrow type, or gathers its pages, into the layout that the kernel reads.
     Widen,
-    /// Writes the pairs that a mask as code shows as a bit mask.
+    /// Writes the pairs that a mask function shows as a bit mask.
     MaskBits,
-    /// Lists, under masks as data, the blocks that each tile sees.
+    /// Lists, for each tile, the blocks that it sees under masks given as data.
     ListTiles,
     /// Gives each listed block its rank in the order of additions.
     RankTiles,
@@ -29,19 +29,19 @@ pub enum Stage {
     Small,
     /// Scores blocks by the scores of their keys.
     BlockScores,
-    /// Writes the lists of the greatest scores.
+    /// Writes lists of the keys or blocks with the greatest scores.
     Lists,
-    /// Sums gradients that the main kernel does not sum.
+    /// Sums the gradients that the main kernel does not sum.
     Gradients,
-    /// Brings the sums of dQ to their rows, and sums dSink.
+    /// Stores the sums of dQ as rows of dQ, and sums dSink.
     FinishDq,
     /// Adds up the parts of dK and dV that tiles of one kv head have summed.
     HeadSums,
     /// Recomputes rows whose numbers the kernel's format cannot represent.
     Repair,
-    /// Sums the bias' gradient.
+    /// Sums the gradients of tensors that the score function reads (captures).
     Dbias,
-    /// Sums the gradients of captured tensors.
+    /// Sums the gradients of tensors that the score function reads (captures).
     Captured,
 }
 
@@ -134,7 +134,7 @@ impl Launches {
 }
 
 impl From<Launch> for Launches {
-    /// The kernel alone.
+    /// Launches of a plan that has only its main kernel.
     fn from(main: Launch) -> Self {
         Self::new([], main, [])
     }

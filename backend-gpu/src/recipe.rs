@@ -20,7 +20,7 @@ use crate::ranges::Ranges;
 use crate::steps::{Step, Steps};
 use crate::tile::settle;
 
-/// A vendor's seat.
+/// A vendor of GPUs: its driver, its compiler, and its kernels for each operation.
 pub trait Vendor: Sized + Send + Sync + 'static {
     /// The name that selects its backend: `cuda`.
     const KIND: &'static str;
@@ -29,7 +29,7 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     type Driver: Driver;
     /// The vendor's compiler.
     type Toolchain: Toolchain;
-    /// Facts of a device that recipes read.
+    /// Facts of a device on which the choice of kernel and tile depends.
     type Facts: Facts;
 
     /// The functions of the vendor's profiler for ranges; empty if ranges are off or the library is absent.
@@ -37,29 +37,29 @@ pub trait Vendor: Sized + Send + Sync + 'static {
         Ranges::default()
     }
 
-    /// Recipes of the forward, best first.
+    /// Recipes of the forward, one for each kernel (what it supports, and its launches), best first.
     fn forward() -> Vec<Recipe<ValidFwd, Self>>;
 
-    /// Recipes of the backward, best first.
+    /// Recipes of the backward, one for each kernel, best first.
     fn backward() -> Vec<Recipe<ValidBwd, Self>>;
 
-    /// Recipes of the merging of partial results, best first.
+    /// Recipes of the merging of partial results, one for each kernel, best first.
     fn combine() -> Vec<Recipe<ValidCombine, Self>>;
 
-    /// Recipes of the choice of keys, best first.
+    /// Recipes of the choice of keys, one for each kernel, best first.
     fn choose() -> Vec<Recipe<ValidChoose, Self>> {
         vec![Recipe::of::<Choose<NoIndexer>>(), Recipe::of::<Choose<SimtIndexer>>()]
     }
 
-    /// Recipes of the conversion to formats with scales by blocks, best first.
+    /// Recipes of the conversion to formats with scales by blocks, one for each kernel, best first.
     fn quantize() -> Vec<Recipe<ValidQuantize, Self>> {
         vec![Recipe::of::<Quantize>()]
     }
 }
 
-/// A problem of an operation that vendors can have recipes for.
+/// A problem of an operation for which vendors can have kernels.
 pub trait GpuProblem: Problem {
-    /// A vendor's recipes of the operation, best first.
+    /// A vendor's recipes of the operation, one for each kernel, best first.
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>>;
 
     /// Addresses of the operands whose alignment may matter; 0 for an absent one.
@@ -306,7 +306,7 @@ pub struct About<P> {
     pub reads_cache_rows: bool,
     /// Whether the kernel reads FP8 caches with scales by rows.
     pub reads_cache_scales: bool,
-    /// Whether the kernel reads masks as data.
+    /// Whether the kernel reads masks as data (intervals, bits, lists of blocks).
     pub reads_masks: bool,
     /// Whether the kernel computes scores and masks as code.
     pub computes_code: bool,
@@ -546,7 +546,7 @@ pub struct Recipe<P: GpuProblem, V: Vendor> {
 type OfProblem<P, V, T> = fn(&P, &<V as Vendor>::Facts, &PlanOptions) -> Result<T, Refusal>;
 
 impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
-    /// The recipe of a kernel.
+    /// The recipe of kernel `K`: what it supports, and its launches.
     #[must_use]
     pub fn of<K: Kernel<P, V>>() -> Self {
         Self {
@@ -631,13 +631,13 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
 pub struct Choice<K> {
     /// The kernel, with the numbers that its launches need.
     pub kernel: K,
-    /// Launches in their stages.
+    /// Launches of the plan, each with its stage.
     pub launches: Launches,
     /// Workspace that the launches share.
     pub workspace: Workspace,
     /// Promises that the launches keep.
     pub promises: Promises,
-    /// How, for readers: tile, order, schedule.
+    /// Facts about the choice for people to read, such as tile, order and schedule.
     pub details: Vec<(&'static str, String)>,
 }
 

@@ -1,11 +1,11 @@
-//! Selection of the first recipe of a family that accepts a problem.
+//! Selects the first recipe (kernel with its checks and launches) of a family that accepts a problem.
 
 use fmha_core::backend::unsupported;
 use fmha_core::{PlanOptions, Refusal, Result};
 
 use crate::recipe::{Choice, GpuProblem, Planned, Recipe, Vendor};
 
-/// A choice, and the refusals of the recipes tried before it.
+/// The accepting recipe's choice of tile and launches, and the reasons why the recipes before it refused.
 pub type Selected<P, V> = (Choice<Planned<P, V>>, Vec<Refusal>);
 
 /// The choice of the first recipe of a family that accepts the problem, and the refusals of those before it.

@@ -7,7 +7,7 @@ use fmha_kernels_hip::{DeviceFacts, recipes};
 use crate::Installed;
 use crate::driver::{Driver, search};
 
-/// AMD's seat.
+/// AMD as a vendor of the generic GPU backend.
 pub(crate) struct Rocm;
 
 impl Vendor for Rocm {

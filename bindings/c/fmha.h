@@ -72,7 +72,7 @@
 // The scale of a tensor is 1, which is not in memory: the default.
 #define FMHA_SCALE_ONE 0
 
-// The scale of a tensor is given.
+// The caller gives the scale of the whole tensor.
 #define FMHA_SCALE_GIVEN 1
 
 // The scale of a tensor is written: its largest magnitude / 2688.
@@ -108,7 +108,7 @@
 // A length for each token, i32 [batch, seqlen_q], packed [total_q].
 #define FMHA_LENGTH_PER_TOKEN 2
 
-// Most axes of a captured tensor.
+// Most axes of a tensor that a score or mask function captures.
 #define FMHA_MAX_RANK 5
 
 // Ranks of processes that compute on host memory.
@@ -228,9 +228,9 @@ typedef struct FmhaCache {
 typedef struct FmhaPart {
   // sizeof(FmhaPart).
   uint64_t struct_bytes;
-  // Position of the first query of each sequence.
+  // Position in the whole of the call's first query; one number for all sequences.
   int64_t position_q;
-  // Position of the first key of each sequence.
+  // Position in the whole of the call's first key; one number for all sequences.
   int64_t position_k;
   // Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
   // whole ends where the part does.
@@ -280,7 +280,7 @@ typedef struct FmhaCode {
   // Host memory: num_captured tensors or numbers, each name once; null where there are none. A name that no text
   // reads is refused.
   const struct FmhaCaptured *captured;
-  // How many.
+  // Number of captured tensors and numbers.
   int64_t num_captured;
 } FmhaCode;
 
@@ -289,13 +289,13 @@ typedef struct FmhaCode {
 typedef struct FmhaLists {
   // sizeof(FmhaLists).
   uint64_t struct_bytes;
-  // Entries of a list.
+  // Entries of each token's list of keys.
   int64_t topk;
   // Elements of the indices from sequence to sequence; packed: not used.
   int64_t batch_stride;
-  // From token to token.
+  // Stride from one token's list to the next.
   int64_t seqlen_stride;
-  // From kv head to kv head; 0: one list for all.
+  // Stride from one kv head's list to the next; 0: one list for all.
   int64_t head_stride;
   // FMHA_LENGTH_WHOLE, FMHA_LENGTH_PER_SEQUENCE or FMHA_LENGTH_PER_TOKEN.
   int32_t length;
@@ -337,11 +337,11 @@ typedef struct FmhaMasks {
   int64_t intervals_heads;
   // Heads of the bits, likewise; 0: no bits.
   int64_t mask_bits_heads;
-  // Heads of the lists: 1 or num_heads_q; 0: no lists.
+  // Heads that have lists of blocks of their own: 1 or num_heads_q; 0: no lists.
   int64_t lists_heads;
-  // Queries of a block; 0 where there are no lists.
+  // Queries of a block of the lists; 0 where there are no lists.
   int64_t block_q;
-  // Keys of a block; 0 where there are no lists.
+  // Keys of a block of the lists; 0 where there are no lists.
   int64_t block_k;
   // Indices that a row of kv_indices has room for.
   int64_t max_blocks;
@@ -440,7 +440,7 @@ typedef struct FmhaProblem {
   const char *mask;
   // Factor of Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
   const float *softmax_scale;
-  // Bound of the scores, softcap * tanh(score / softcap); null: none.
+  // Cap of the scores, softcap * tanh(score / softcap); null: none.
   const float *softcap;
   // Null: forward; else backward.
   const struct FmhaGradients *gradients;
@@ -448,11 +448,11 @@ typedef struct FmhaProblem {
   const struct FmhaCache *cache;
   // Null: the call is whole.
   const struct FmhaPart *part;
-  // Null: no score and no mask as code.
+  // Null: no score function and no mask function.
   const struct FmhaCode *code;
   // Lists of keys; null: every query sees the keys of its sequence that the mask leaves visible.
   const struct FmhaLists *lists;
-  // Null: no mask as data.
+  // Null: no masks as data (intervals, bits, lists of blocks).
   const struct FmhaMasks *masks;
   // Null: Q, K and V have no scales by blocks.
   const struct FmhaBlockScales *block_scales;
@@ -549,7 +549,7 @@ typedef struct FmhaSecondArgs {
   const int32_t *block_table;
   // Read: lists of keys of the second cache, in the form of FmhaArgs.indices.
   const int32_t *indices;
-  // Read: entries in use of each list.
+  // Read: number of entries in use of each list.
   const int32_t *topk_length;
   // Read: endpoints of the intervals of keys of the second cache, i32.
   const int32_t *intervals;
@@ -561,7 +561,7 @@ typedef struct FmhaSecondArgs {
   int64_t max_pages;
 } FmhaSecondArgs;
 
-// A captured tensor or number of a run.
+// A tensor or number that a score or mask function captures, as a run has it.
 typedef struct FmhaCapturedArgs {
   // A tensor's first element; null: a number.
   const void *data;
@@ -663,9 +663,9 @@ typedef struct FmhaArgs {
   const int32_t *topk_length;
   // Read: endpoints of the intervals, i32.
   const int32_t *intervals;
-  // Read: words of the mask as bits.
+  // Read: 32-bit words of the mask as bits.
   const uint32_t *mask_bits;
-  // Read: counts of the blocks that other masks cut.
+  // Read: number of blocks in each row of the list of blocks that other masks hide in part.
   const int32_t *kv_num_blocks;
   // Read: indices of the blocks that kv_num_blocks counts.
   const int32_t *kv_indices;
@@ -721,7 +721,7 @@ typedef struct FmhaCombineProblem {
   int64_t num_parts;
   // Sequences.
   int64_t batch;
-  // Rows of each.
+  // Rows of each sequence.
   int64_t seqlen_q;
   // Heads.
   int64_t num_heads_q;
@@ -735,7 +735,7 @@ typedef struct FmhaCombineProblem {
   int32_t dtype_part;
   // Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_o;
-  // Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
+  // How partial results are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
   int32_t merge;
   // 1: the combined LSE is written; else 0, which it must be where parts are added.
   int32_t write_lse;
@@ -775,11 +775,11 @@ typedef struct FmhaChooseProblem {
   int64_t seqlen_q;
   // Keys of a sequence; of given probabilities, compressed blocks.
   int64_t seqlen_k;
-  // Entries of a list; 0: scores alone are written.
+  // Entries of each list of chosen keys; 0: only scores are written.
   int64_t topk;
-  // Heads of q; 0: scores are given.
+  // Heads of q; 0: the caller gives the scores.
   int64_t num_heads;
-  // Elements of a row of q and k; 0 where scores are given.
+  // Elements of a row of q and k; 0 where the caller gives the scores.
   int64_t head_dim;
   // Keys of a page; 0: k is not paged.
   int64_t page_size;
@@ -801,17 +801,17 @@ typedef struct FmhaChooseProblem {
   int64_t compressed;
   // Tokens from a compressed block to the next (NSA's d).
   int64_t stride;
-  // Tokens of a block that is chosen by sums (NSA's l').
+  // Tokens of each block that may be chosen, if a block's score is a sum (NSA's l').
   int64_t selected;
-  // Blocks that may be chosen by sums.
+  // Number of blocks that may be chosen, if a block's score is a sum.
   int64_t num_blocks;
   // Number of first blocks that are always chosen, whatever their scores.
   int64_t first_blocks;
   // Number of last blocks that are always chosen, whatever their scores.
   int64_t last_blocks;
-  // Type of q: FMHA_F32, ...; 0 where scores are given.
+  // Type of q: FMHA_F32, ...; 0 where the caller gives the scores.
   int32_t dtype_q;
-  // Type of k: FMHA_F32, ...; 0 where scores are given.
+  // Type of k: FMHA_F32, ...; 0 where the caller gives the scores.
   int32_t dtype_k;
   // FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
   int32_t candidates;
@@ -840,7 +840,7 @@ typedef struct FmhaChooseArgs {
   const float *k_scale;
   // Read: paged: i32 [batch, max_pages], the pages of each sequence.
   const int32_t *block_table;
-  // Read: given scores, f32 [batch, seqlen_q, seqlen_k].
+  // Read: scores that the caller gives, f32 [batch, seqlen_q, seqlen_k].
   const float *given;
   // Read: i32 [batch], keys in use of each sequence.
   const int32_t *seqused_k;
@@ -848,7 +848,7 @@ typedef struct FmhaChooseArgs {
   const int32_t *first;
   // Read: one past the last candidate of each query, as first.
   const int32_t *end;
-  // Written: the lists, i32 [batch, seqlen_q, topk].
+  // Written: list of each query's chosen keys or blocks, i32 [batch, seqlen_q, topk].
   int32_t *indices;
   // Written: the scores that are chosen among, f32 [batch, seqlen_q, keys or blocks], -inf where there is no
   // candidate.

@@ -56,7 +56,7 @@ pub(super) struct CachePlaces {
     pub(super) block_table: Vec<i32>,
     pub(super) max_pages: u32,
     pub(super) num_pages: Option<u32>,
-    /// Tree mask, u32 `[batch, seqlen_q, words]`; empty without one.
+    /// Words of the tree mask, u32 `[batch, seqlen_q, words]`; empty without one.
     pub(super) tree_mask: Vec<i32>,
 }
 

@@ -105,7 +105,7 @@ pub(super) fn describe(setup: &Setup) -> String {
 pub(super) struct Speed {
     /// Floating-point operations of the visible pairs.
     pub(super) flops: u64,
-    /// Bytes of the logical elements, each once.
+    /// Bytes of the elements in use, each counted once.
     pub(super) bytes: u64,
     pub(super) tflops: f64,
     pub(super) gb_per_second: f64,

@@ -33,11 +33,11 @@ pub(super) struct Setup {
     /// Whether every run gives equal bits.
     pub(super) deterministic: bool,
     pub(super) cache: CachePlaces,
-    /// The numbers of masks as data.
+    /// Elements of the tensors of the call's masks.
     pub(super) masks: MaskNumbers,
 }
 
-/// Tensors that the user brings: their types and logical shapes.
+/// Types and shapes of the tensors that the user brings.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Given {
     pub(super) dtype_qk: DType,

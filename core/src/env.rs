@@ -54,7 +54,7 @@ pub const CACHE_DIR: EnvVar = EnvVar {
 pub const BUNDLE: EnvVar =
     EnvVar { name: "FMHA_BUNDLE", meaning: "files of compiled kernels, as `fmha bundle` writes them" };
 
-/// Folder to which kernels are written for a reader.
+/// Folder to which compiled kernels are written, for people to read.
 pub const DUMP: EnvVar =
     EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
 
@@ -100,7 +100,7 @@ pub const DRAWN_PLANS: EnvVar = EnvVar {
     meaning: "COUNT or SEED:COUNT of drawn problems whose plans the tests compile (default: 300)",
 };
 
-/// How many drawn calls of the doors the tests make.
+/// Number of random calls that the tests make through each binding.
 pub const DRAWN: EnvVar = EnvVar {
     name: "FMHA_DRAWN",
     meaning: "COUNT or SEED:COUNT of drawn problems that the tests hand to each door (default: 120)",

@@ -58,7 +58,7 @@ pub enum Error {
     Compile {
         /// The kernel.
         kernel: String,
-        /// The compiler's words.
+        /// Text that the compiler printed.
         log: String,
         /// File that holds the source.
         dumped: PathBuf,
@@ -78,7 +78,7 @@ pub enum Error {
     System {
         /// Name of the failed request, with its size or path.
         what: String,
-        /// The system's words.
+        /// Text of the operating system's error.
         text: String,
     },
     /// A device or library that this machine does not have.

@@ -47,7 +47,7 @@ impl Log {
 pub(crate) struct Toy {
     pub(crate) space: MemorySpace,
     pub(crate) has_clock: bool,
-    /// Between any two events.
+    /// Seconds that the clock shows between any two events.
     pub(crate) seconds: f64,
     pub(crate) workspace: Workspace,
     pub(crate) deterministic: bool,

@@ -31,7 +31,7 @@ fn over_ranks(seed: u64) -> (Story, [View; 2]) {
     (story, [alone, view])
 }
 
-/// Rows of a view over so many ranks.
+/// The problem of a call ([`View`]) over `ranks` ranks.
 fn problem(view: &View, story: &Story, ranks: u32) -> Problem {
     let (whole, lengths) = view.problem(story);
     let Lengths { cu_seqlens_q, cu_seqlens_k, .. } = lengths;
@@ -48,7 +48,7 @@ fn problem(view: &View, story: &Story, ranks: u32) -> Problem {
     if view.packed { problem.packed(cu_q, cu_k) } else { problem }
 }
 
-/// First difference between a story's rows on one device and over ranks.
+/// First difference between rows of a random problem ([`Story`]) on one device and over ranks.
 fn differs(story: &Story, views: &[View; 2], options: &Options, ranks: u32) -> Result<Option<String>, Error> {
     let mut over_ranks = views[1].host(story).unwrap();
     support::forward(&mut over_ranks, &problem(&views[1], story, ranks), options, 1)?;

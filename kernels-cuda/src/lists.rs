@@ -14,7 +14,7 @@ use crate::nvidia::FwdCall;
 use crate::operands::strides;
 use crate::schedule::{MAX_TILES, TileSchedule};
 
-/// Last parameter of an entry over lists.
+/// Last parameter of a kernel over lists of keys, as C++ text.
 pub(crate) const PARAM: &str = ", const __grid_constant__ ListParams lists";
 
 /// Last parameter of an entry over two caches.
@@ -44,7 +44,7 @@ pub(crate) fn takes_row_strides(problem: &FwdProblem) -> Result<(), String> {
 #[derive(Clone, Copy)]
 #[allow(clippy::large_enum_variant, reason = "a run makes it on its stack: a box would allocate")]
 pub(crate) enum TokenParams {
-    /// Lists of one cache.
+    /// Lists of one cache's keys.
     Lists(ListParams),
     /// Both caches.
     Two(TwoCachesParams),

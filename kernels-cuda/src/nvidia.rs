@@ -73,7 +73,7 @@ pub struct DeviceFacts {
     pub smem_bytes: u32,
     /// Peak rates, for f16 and bf16.
     pub roofline: Roofline,
-    /// Sums of the tensor cores over the products of a score.
+    /// Arithmetic in which tensor cores sum the products of q and k to a score.
     pub score_sums: MatrixSums,
     /// Key of measured tiles: `NVIDIA H200, sm_90a, 132 SMs`.
     pub device: String,
@@ -85,7 +85,8 @@ pub struct DeviceFacts {
 /// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
 const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
 
-/// Instructions of an architecture that recipes require. A name of an architecture is read here alone.
+/// Instructions that only some architectures have, and which kernels require. All other code asks these fields:
+/// nothing else reads an architecture's name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Instructions {
     /// `cp.async.bulk.tensor`.
@@ -119,7 +120,7 @@ impl Instructions {
     }
 }
 
-/// Sums of tensor cores over the products of a score, by type.
+/// Arithmetic in which tensor cores sum the products of q and k to a score, by type of q and k.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MatrixSums {
     of_16_bits: ScoreSums,
@@ -139,7 +140,7 @@ impl MatrixSums {
     /// unknown.
     const ADA: Self = Self { of_16_bits: ScoreSums::F32, of_fp8: ScoreSums::Cut { products: 32, bits: 14 } };
 
-    /// Sums of an architecture's tensor cores; f32 for an unknown one.
+    /// Arithmetic in which an architecture's tensor cores sum products; f32 for an unknown one.
     fn of_arch(arch: &str) -> Self {
         match arch {
             "sm_90a" => Self::HOPPER,
@@ -239,11 +240,11 @@ impl DeviceFacts {
                 2.039e12,
                 "an A100 80GB SXM as NVIDIA states it: 312 TFLOP/s, 2.039 TB/s",
             ),
-            // NVIDIA Ampere GA102 GPU Architecture (2021), with f32 sums.
+            // NVIDIA Ampere GA102 GPU Architecture (2021), rates with f32 sums.
             "sm_86" => {
                 (82, SMALL_SMEM, 71e12, 0.936e12, "an RTX 3090 as NVIDIA states it: 71 TFLOP/s, 936 GB/s")
             }
-            // NVIDIA Ada GPU Architecture (2022), with f32 sums.
+            // NVIDIA Ada GPU Architecture (2022), rates with f32 sums.
             "sm_89" => (
                 128,
                 SMALL_SMEM,
@@ -269,7 +270,7 @@ impl DeviceFacts {
                 0.273e12,
                 "a Jetson T5000 as NVIDIA states it: 259 TFLOP/s, 273 GB/s",
             ),
-            // NVIDIA RTX Blackwell GPU Architecture (2025), with f32 sums.
+            // NVIDIA RTX Blackwell GPU Architecture (2025), rates with f32 sums.
             "sm_120a" => (
                 170,
                 SMALL_SMEM,

@@ -1,4 +1,5 @@
-//! The list of recipes, best first. A recipe's code is in the folder of its name, its device text under `fmha/`.
+//! All kernels with their checks and launches (recipes), best first. A recipe's code is in the folder of its name,
+//! its device text under `fmha/`.
 
 use fmha_core::sparse::ValidChoose;
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
@@ -18,7 +19,7 @@ use crate::sm100::recipe::Sm100;
 use crate::sm100_bwd::recipe::Sm100Bwd;
 use crate::sm100_mla::recipe::Sm100Mla;
 
-/// Recipes of the forward.
+/// Recipes of the forward: for each kernel what it supports, and its launches.
 #[must_use]
 pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
     vec![
@@ -35,7 +36,7 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
     ]
 }
 
-/// Recipes of the backward.
+/// Recipes of the backward: for each kernel what it supports, and its launches.
 #[must_use]
 pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
     vec![
@@ -47,7 +48,7 @@ pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
     ]
 }
 
-/// Recipes of the choice of keys.
+/// Recipes of the choice of keys: for each kernel what it supports, and its launches.
 #[must_use]
 pub fn choose<V: Nvidia>() -> Vec<Recipe<ValidChoose, V>> {
     vec![
@@ -58,7 +59,7 @@ pub fn choose<V: Nvidia>() -> Vec<Recipe<ValidChoose, V>> {
     ]
 }
 
-/// Recipes of the merging of partial results.
+/// Recipes of the merging of partial results: for each kernel what it supports, and its launches.
 #[must_use]
 pub fn combine<V: Nvidia>() -> Vec<Recipe<ValidCombine, V>> {
     vec![Recipe::of::<Combine>()]

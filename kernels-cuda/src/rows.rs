@@ -83,7 +83,7 @@ pub(crate) fn choose(
 }
 
 abi_spec! {
-    /// A row's list by a cluster.
+    /// Spec of the kernel in which a cluster of CTAs makes one row's list of chosen keys.
     pub struct ClusterChoice {
         /// CTAs of a cluster.
         pub ctas: i32,
@@ -119,7 +119,7 @@ impl ClusterChoice {
     }
 }
 
-/// Source text of the lists by clusters.
+/// Source text of the kernel in which clusters make lists of chosen keys.
 #[must_use]
 pub fn cluster_choice(choice: &ClusterChoice) -> KernelSource {
     let clusters =

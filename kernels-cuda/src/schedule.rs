@@ -46,7 +46,7 @@ pub const L2_GROUP_BYTES: i64 = 32 << 20;
 pub(crate) struct UnitOfWork {
     /// Query rows, of all the unit's CTAs.
     pub(crate) rows: i32,
-    /// Neighbouring query heads.
+    /// Number of neighbouring query heads of the unit.
     pub(crate) heads: i32,
     /// Rows are (query, head of a kv head's group) pairs.
     pub(crate) pack_gqa: bool,

@@ -35,7 +35,7 @@ pub const NAME: &str = "sm100";
 /// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
 
-/// The header under masks as data.
+/// Device header of the kernel under masks as data (tensors).
 const MASKED_HEADER: &str = "fmha/sm100/fwd/fwd_masked.cuh";
 /// The header over scales of blocks.
 const SCALED_HEADER: &str = "fmha/sm100/fwd/fwd_scaled.cuh";
@@ -258,7 +258,7 @@ impl Sm100Tile {
         )
     }
 
-    /// Cut of the keys of sequences into parts.
+    /// How the tile divides the keys of sequences into parts.
     #[must_use]
     pub fn cut(&self, problem: &FwdProblem) -> split::Cut {
         let shares = (self.shares > 0).then(|| split::Shares {

@@ -20,7 +20,7 @@ use crate::{round_up, sm90_bwd, tile_list};
 /// The header that the entries include.
 pub const HEADER: &str = "fmha/sm100/bwd/main.cuh";
 
-/// The header under masks as data.
+/// Device header of the kernel under masks as data (tensors).
 const MASKED_HEADER: &str = "fmha/sm100/bwd/masked.cuh";
 
 /// Keys of a CTA.
@@ -37,7 +37,7 @@ abi_spec! {
     pub struct Sm100BwdTile {
         /// Number of blocks of Q in shared memory: the next block's scores start before this block's dK has read Q.
         pub stages_q: i32 = Takes::within(2, 3),
-        /// Blocks of dO.
+        /// Number of blocks of dO in shared memory.
         pub stages_dout: i32 = Takes::within(1, 3),
         /// Whether scores are soft-capped with one exponential and one reciprocal, for caps of 1e-3 to 64;
         /// otherwise to f32's accuracy.
@@ -108,7 +108,7 @@ impl Sm100BwdTile {
     }
 }
 
-/// Columns of a row of the sums of dQ.
+/// Number of columns of the sums of dQ.
 #[must_use]
 pub fn dq_dim(spec: &BwdSpec) -> u32 {
     product_dim(spec.fwd.head_dim_qk).unsigned_abs()

@@ -58,7 +58,7 @@ abi_spec! {
 }
 
 impl Sm100MlaTile {
-    /// Cut of the keys into parts.
+    /// How the tile divides the keys into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
         split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: false, shares: None }

@@ -35,7 +35,7 @@ pub(crate) const LAG_LOG2: i32 = 8;
 /// Blocks of K, and of V, in shared memory at a time, at most.
 const MOST_STAGES: i32 = 4;
 
-/// Greatest number of CTAs that process shares.
+/// Most CTAs among which all tiles' blocks of keys are divided in equal shares.
 const MOST_SHARES: i32 = 1 << 16;
 
 /// Header that the kernel's entry includes.
@@ -44,9 +44,9 @@ pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
 pub const TMA_HEADER: &str = "fmha/sm80/fwd/tma.cuh";
 /// Header of the kernel under a tree mask.
 const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
-/// The text under masks as data.
+/// Device header of the kernel under masks as data (tensors).
 const MASKED_HEADER: &str = "fmha/sm80/fwd/fwd_masked.cuh";
-/// The text over lists of keys.
+/// Device header of the kernel over lists of keys.
 const LISTS_HEADER: &str = "fmha/sm80/fwd/fwd_lists.cuh";
 /// The text over two caches.
 const TWO_CACHES_HEADER: &str = "fmha/sm80/fwd/fwd_two_caches.cuh";
@@ -198,14 +198,14 @@ abi_memory! {
         /// Ring of unconverted rows of bytes, which include their scales.
         rows: "BytesTile<tile.block_n, tile.row_bytes>" [self.stages] if self.row_bytes > 0
             => Size::of(self.block_n * round_up(self.row_bytes, 16), 16);
-        /// The block of an FP8 cache, or of rows of bytes, that is widened for the products.
+        /// The block of an FP8 cache, or of rows of bytes, that is converted to the type of the products.
         wide: "WideBlock<spec, tile>"
             if self.row_bytes > 0 || (self.widens_blocks(spec) && !self.reads_raw_blocks(spec))
             => self.qk_size(spec, self.block_n).or(self.v_size(spec));
         /// Ring of unconverted blocks of K from an FP8 cache.
         raw_k: "RawBlock<spec, tile, spec.head_dim_qk>" [self.stages] if self.has_raw_blocks(spec)
             => Size::of(self.block_n * self.tile_dim(spec.head_dim_qk, spec.dtype_qk), 16);
-        /// Ring of V's.
+        /// Ring of unconverted blocks of V from an FP8 cache.
         raw_v: "RawBlock<spec, tile, spec.head_dim_v>" [self.stages] if self.has_raw_blocks(spec)
             => Size::of(self.block_n * self.tile_dim(spec.head_dim_v, spec.dtype_qk), 16);
         /// Ring of blocks of K, which also serve as V if V is the first columns of K's rows.
@@ -244,7 +244,7 @@ impl Sm80Tile {
         )
     }
 
-    /// How the tile cuts the keys of sequences.
+    /// How the tile divides the keys of sequences into parts.
     #[must_use]
     pub const fn cut(&self) -> Cut {
         let shares = Shares {
@@ -263,7 +263,7 @@ impl Sm80Tile {
     /// The queries of a call whose parts lie in the workspace at a time.
     #[must_use]
     pub fn rows_at_once(&self, problem: &FwdProblem) -> RowsAtOnce {
-        // Lists are cut where tokens are few.
+        // Lists of keys are divided into parts where tokens are few.
         if problem.walks_lists() {
             return RowsAtOnce::all(problem);
         }

@@ -28,7 +28,7 @@ pub const DSINK_THREADS: u32 = 256;
 /// Threads of a CTA that finishes a block of dQ.
 pub const FINISH_THREADS: u32 = 128;
 
-/// Sums that a launch computes.
+/// Gradients that a launch sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BwdSums {
     /// dQ of a block of queries.
@@ -90,7 +90,7 @@ abi_spec! {
         /// Whether dQ is summed in global memory, in arbitrary order, in the launch of dK and dV; otherwise a
         /// separate launch sums it.
         pub one_pass: bool = Takes::all(),
-        /// Sums that the launch computes.
+        /// Gradients that the launch sums.
         pub sums: BwdSums = Takes::nothing(),
     }
 }
@@ -127,7 +127,7 @@ abi_memory! {
         own_value: "ValueTile<spec, tile.rows>" if self.makes_ds() => tile_size(self.rows, spec.fwd.head_dim_v);
         /// dS of a block: keys, queries.
         ds: "SmemTile<uint16_t, tile.rows, tile.columns>" if self.adds_dq() => tile_size(self.rows, self.columns);
-        /// LSE and delta of walked queries.
+        /// LSE and delta of the queries of a block that the loop visits.
         stats: "QueryStats<tile.columns>" [self.stages] if !self.owns_queries() => Size::of(12 * self.columns, 16);
         /// Own rows of Q or K.
         own_score: "ScoreTile<spec, tile.rows>" => tile_size(self.rows, spec.fwd.head_dim_qk);
@@ -381,7 +381,7 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
     } else {
         dims.seqlen_k
     };
-    // dBias has nothing to walk.
+    // A launch that sums dBias has no loop over blocks.
     let candidates: &[_] =
         if sums == BwdSums::DBias { &[(64, 1)] } else { &[(128, 2), (128, 1), (64, 2), (64, 1)] };
     let twice =

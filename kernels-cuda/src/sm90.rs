@@ -42,7 +42,7 @@ pub const NAME: &str = "sm90";
 /// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
 
-/// The header under masks as data.
+/// Device header of the kernel under masks as data (tensors).
 const MASKED_HEADER: &str = "fmha/sm90/fwd/fwd_masked.cuh";
 
 /// Whether consumer warpgroups issue their products alternately, so that one's products overlap another's
@@ -179,7 +179,7 @@ abi_spec! {
     }
 }
 
-/// Greatest number of CTAs that process shares.
+/// Most CTAs among which all tiles' blocks of keys are divided in equal shares.
 const MOST_SHARES: i32 = 1 << 16;
 
 /// Most unconverted blocks of an FP8 cache: some 64 KB are in flight.
@@ -242,7 +242,7 @@ abi_functions! {
             if self.splits_q() { 64 } else { self.block_m }
         }
 
-        /// Buffers of so many rows.
+        /// Number of buffers for Q, each of `q_rows` rows.
         const fn q_buffers(&self) -> i32 {
             match self.lookahead {
                 Lookahead::SparePiece => self.num_consumers() + 1,
@@ -337,7 +337,7 @@ abi_memory! {
         v_full: "Barrier" [self.stages] => Size::BARRIER;
         /// Barrier for one V block that must still be prepared or partly zeroed, or for an unconverted block.
         v_raw: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
-        /// One arrival per warp that prepares V, or widens K and V.
+        /// One arrival per warp that prepares V, or converts K and V.
         v_raw_empty: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
         /// One arrival per consumer warp of the cluster.
         v_empty: "Barrier" [self.stages] => Size::BARRIER;
@@ -345,7 +345,7 @@ abi_memory! {
         bias_full: "Barrier" [max(self.num_bias_slots(), 1)] => Size::BARRIER;
         /// One arrival per warp of that warpgroup.
         bias_empty: "Barrier" [max(self.num_bias_slots(), 1)] => Size::BARRIER;
-        /// The schedule role's arrival.
+        /// Barrier of a slot of the tile queue: the schedule role arrives when it has written the next tile.
         work_full: "Barrier" [WORK_SLOTS] => Size::BARRIER;
         /// Barrier with one arrival per warp that reads the tile index: consumers, load, zero or value, bias.
         work_empty: "Barrier" [WORK_SLOTS] => Size::BARRIER;
@@ -386,7 +386,7 @@ impl Sm90Tile {
         )
     }
 
-    /// Cut of the keys of sequences into parts.
+    /// How the tile divides the keys of sequences into parts.
     #[must_use]
     pub fn cut(&self, problem: &FwdProblem) -> Cut {
         let shares = (self.shares > 0).then(|| Shares {

@@ -35,7 +35,7 @@ pub(crate) const NARROW: u32 = 256;
 /// Threads of a CTA.
 pub const NUM_THREADS: u32 = 384;
 
-/// Columns of a chunk.
+/// Columns of a chunk, the piece of a row that one swizzled tile in shared memory has.
 const SPAN: i32 = 64;
 
 /// Bytes of a chunk of 64 rows or keys.
@@ -81,16 +81,16 @@ abi_struct! {
         pub num_parts: i32,
         /// Number of tiles: for each part of each kv head of each sequence.
         pub num_tiles: i32,
-        /// Keys that a token walks at most, where lists are walked.
+        /// Most keys that a token attends to, if the kernel reads lists of keys.
         pub most_keys: i32,
     }
 }
 
 impl Sm90MlaTile {
-    /// Cut of the keys into parts.
+    /// How the tile divides the keys into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
-        // Every token's list is cut alike.
+        // Every token's list is divided into parts in the same way.
         let folded = self.fold_parts;
         split::Cut {
             keys: self.split_keys * folded,

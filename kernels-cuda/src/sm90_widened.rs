@@ -24,13 +24,13 @@ pub const NAME_OF_SM100_MLA: &str = "sm100_mla_widened";
 /// The kernel's name where the kernel of every NVIDIA GPU reads the cache.
 pub const NAME_OF_SM80: &str = "sm80_widened";
 
-/// The name of the launch that widens the cache.
+/// The name of the launch that converts the KV cache to Q's type.
 pub const WIDEN_NAME: &str = "widen_cache";
 
-/// Threads of a CTA of the launch that widens the cache.
+/// Threads of a CTA of the launch that converts the KV cache to Q's type.
 pub const NUM_THREADS: u32 = 256;
 
-/// Keys of a sequence that one CTA widens.
+/// Number of a sequence's keys that one CTA converts.
 const KEYS: u32 = 64;
 
 /// Elements of a key, and of a value, up to which `sm90` and `sm100` read them.
@@ -40,11 +40,11 @@ pub(crate) const NARROW: [u32; 2] = [256, 256];
 const MOST_BYTES: u64 = 4 << 30;
 
 abi_spec! {
-    /// Spec that the widening launch is compiled for.
+    /// Compile-time spec of the launch that converts the KV cache to Q's type.
     pub struct WidenSpec {
         /// Type of K and V in memory.
         pub stored: DType,
-        /// Type of the widened elements: Q's type.
+        /// Type to which elements are converted: Q's type.
         pub dtype: DType,
         /// Elements of a key's row.
         pub head_dim_qk: i32,
@@ -64,11 +64,11 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// The widened cache, a kernel argument.
+    /// Kernel argument for the KV cache after its conversion to Q's type.
     pub struct WidenedCache {
-        /// K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`.
+        /// Converted K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`.
         pub k: View,
-        /// Widened V; unread where V lies in K.
+        /// Converted V; unread where V lies in K.
         pub v: View,
         /// `[batch]`, written: keys of each sequence.
         pub seqused_k: DevPtr<i32>,
@@ -80,7 +80,7 @@ abi_struct! {
         pub v_scale: View,
         /// Blocks of keys of the longest sequence.
         pub num_blocks: i32,
-        /// Rows that share a scale.
+        /// Number of adjacent rows that share a scale.
         pub scale_block: i32,
     }
 }
@@ -118,13 +118,13 @@ impl Places {
         Ok(Self { seqused_k, cu_seqlens_k, k, v, bytes: fits(v.checked_add(of_v))? })
     }
 
-    /// The whole workspace, of which a reader's `own` part comes first.
+    /// The whole workspace, which begins with `own`, the part of the kernel that reads the converted cache.
     #[must_use]
     pub fn workspace(&self, own: Workspace) -> Workspace {
         Workspace { bytes: self.bytes, ..own }
     }
 
-    /// Widened cache in a workspace that begins at an address.
+    /// The kernel argument for the converted cache, where the workspace begins at address `workspace`.
     #[must_use]
     pub fn cache(&self, problem: &FwdProblem, workspace: u64) -> WidenedCache {
         let [k, v] = strides(problem);
@@ -142,7 +142,7 @@ impl Places {
 }
 
 impl WidenedCache {
-    /// This cache with the scales of a call's rows, where they have some.
+    /// This argument with the scales of the call's rows, where they have some.
     #[must_use]
     pub fn scaled(self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Self {
         let Some(scales) = &problem.cache.scales else { return self };
@@ -293,7 +293,7 @@ fn num_blocks(problem: &FwdProblem) -> u32 {
 
 /// Bytes that an H200 reads or writes in a microsecond, at best.
 const BYTES_A_MICRO: f64 = 3.9e6;
-/// Operations per microsecond of the kernel of 16-bit caches, within a long walk.
+/// Operations per microsecond of the kernel of 16-bit caches, within a long loop over keys.
 const FLOPS_A_MICRO: f64 = 6.5e8;
 /// Microseconds of a launch.
 const LAUNCH_MICROS: f64 = 4.0;

@@ -55,7 +55,7 @@ abi_struct! {
         pub block_m: i32,
         /// Tiles of a head's or group's rows.
         pub row_blocks: i32,
-        /// Tiles of a sequence.
+        /// Number of tiles of a sequence.
         pub tiles: i32,
     }
 }
@@ -63,7 +63,7 @@ abi_struct! {
 /// Equal shares of all tiles' blocks of keys, dealt to CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shares {
-    /// CTAs.
+    /// Number of CTAs that have a share.
     pub count: u32,
     /// Rows of a tile.
     pub block_m: u32,
@@ -122,7 +122,7 @@ fn dealt_bytes(problem: &FwdProblem) -> u64 {
     (4 * (SHARES_HEADER + u64::from(problem.dims.batch) + 1)).next_multiple_of(16)
 }
 
-/// Cut of the keys of sequences by a tile.
+/// How a tile divides the keys of sequences among CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// Keys of a part of the longest sequence; with `fixed`, of every sequence. 0 if keys are not split.
@@ -271,7 +271,7 @@ fn row_elems(problem: &FwdProblem) -> i32 {
     problem.dims.head_dim_v.next_multiple_of(4) as i32
 }
 
-/// Rows of all parts of so many queries.
+/// Number of rows of all parts together, if each part has `queries` queries.
 fn rows_of(problem: &FwdProblem, queries: u32, parts: u32) -> u64 {
     let dims = problem.dims;
     let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(queries);
@@ -417,7 +417,7 @@ pub struct Merging {
     /// Whether the grid is launched to start while that of the parts ends (programmatic dependent launch, from
     /// sm_90 on).
     pub dependent: bool,
-    /// Parts end where CTAs' shares do.
+    /// Whether keys are divided where the CTAs' equal shares end.
     pub in_shares: bool,
     /// Whether parts of a fixed number of keys are merged one after another (`common/fold.cuh`), with a row's
     /// columns divided among warps; otherwise the parts are divided among warps.

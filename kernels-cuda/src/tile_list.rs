@@ -1,4 +1,4 @@
-//! The launches that make lists of tiles (`fmha_gpu::tile_list`) on NVIDIA.
+//! NVIDIA's launches that list, for each tile, the blocks that it sees (`fmha_gpu::tile_list`).
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
@@ -11,7 +11,7 @@ use crate::schedule;
 pub use fmha_gpu::tile_list::{ListsTiles, MaskCode, NAME, THREADS, TileList, TileOf, reads_head, serve};
 pub(crate) use fmha_gpu::tile_list::{TileListPlan, code_beside_lists, header};
 
-/// Last parameters of an entry that walks lists.
+/// Last parameters of a kernel that reads lists of blocks, as C++ text.
 pub(crate) const PARAMS: &str =
     ", const __grid_constant__ MaskDataParams masks, const __grid_constant__ TileList list";
 
@@ -85,7 +85,7 @@ pub(crate) fn behind(plan: &TileListPlan, problem: &FwdProblem, source: KernelSo
     if asks { source } else { source.without_code() }
 }
 
-/// Name in plans of the launch that writes a mask as code as bits.
+/// Name in plans of the launch that writes a mask function as bits.
 const BITS_NAME: &str = "mask_bits";
 
 /// Number of queries of a warp in that launch, and then of words, as in `fmha/common/function_bits.cuh`.

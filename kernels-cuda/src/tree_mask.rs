@@ -9,7 +9,7 @@ abi_struct! {
     pub struct TreeMask {
         /// `[batch, seqlen_q, row_words]`, or packed.
         pub words: DevPtr<i32>,
-        /// Words of a query's row.
+        /// Number of u32 words in a query's row of the tree mask.
         pub row_words: i32,
         /// Rows from sequence to sequence, where Q has a batch axis.
         pub rows: i32,

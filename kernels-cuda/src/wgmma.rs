@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use fmha_core::DType;
 use fmha_core::source::Header;
 
-/// Place of the A operand.
+/// Where the A operand of a product lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperandA {
     /// A shared-memory descriptor.
@@ -16,7 +16,7 @@ pub enum OperandA {
     Registers,
 }
 
-/// Type of the sums of products.
+/// Type in which a product's sums are accumulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sums {
     /// A register a sum.
@@ -32,7 +32,7 @@ pub struct WgmmaShape {
     pub dtype: DType,
     /// Columns of the product: a multiple of 8 up to 256.
     pub n: i32,
-    /// Place of A.
+    /// Where the A operand lies.
     pub a: OperandA,
     /// The accumulators.
     pub sums: Sums,

@@ -35,7 +35,7 @@ const WAVES_OF_A_ROW_WORKGROUP: u64 = 4;
 const DWORD: i64 = 4;
 pub(crate) const ELEM_BYTES: i64 = 2;
 
-/// Sums that a launch computes.
+/// Gradients that a launch sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum BwdSums {
     /// dQ of a block of queries.
@@ -88,7 +88,7 @@ abi_spec! {
     pub struct MatrixBwdTile {
         /// Rows of a workgroup whose gradients it sums: 32 per wave, or 16 with WMMA.
         pub rows: i32 = Takes::among(&[64, 128, 256]).tuned(),
-        /// Walked rows of a block.
+        /// Rows of a block that the loop visits.
         pub columns: i32 = Takes::among(&[32, 64]).tuned(),
         /// Blocks in LDS at a time.
         pub stages: i32 = Takes::within(1, 2).tuned(),
@@ -98,7 +98,7 @@ abi_spec! {
         pub load: LoadPath = Takes::nothing(),
         /// How gradients are written.
         pub store: StorePath = Takes::nothing(),
-        /// Which sums the launch computes.
+        /// Gradients that the launch sums.
         pub sums: BwdSums = Takes::nothing(),
         /// Bytes of LDS of a workgroup; the device's text asserts the number.
         pub lds_bytes: i32 = Takes::nothing(),
@@ -122,13 +122,13 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Parameters of the product launches under masks as data.
+    /// Parameters of the product launches under masks as data (tensors).
     pub struct MaskedBwdParams {
         /// Parameters of the launches without masks.
         pub bwd: MatrixBwdParams,
         /// The masks.
         pub masks: MaskDataParams,
-        /// Lists of the blocks that a workgroup's own rows see.
+        /// Lists of the blocks that each workgroup's own rows see.
         pub list: TileList,
     }
 }
@@ -139,7 +139,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const NAME: &'static str;
     /// The launch before: LSE and delta.
     const STATS: &'static str;
-    /// The launch behind.
+    /// Name of the launch after the main kernel.
     const REST: &'static str;
     /// Header that the entries of products include.
     const HEADER: &'static str;
@@ -200,7 +200,7 @@ pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -
     let (makes_ds, makes_dv) = (i32::from(tile.sums.makes_ds()), i32::from(tile.sums.makes_dv()));
     let (scores, scores_transposed) = U::form_bytes(tile.columns, spec.head_dim_qk);
     let (values, values_transposed) = U::form_bytes(tile.columns, spec.head_dim_v);
-    // LSE and delta of walked queries, in f32.
+    // LSE and delta, in f32, of the queries of a block that the loop visits.
     let stats = if tile.sums == BwdSums::Dq { 0 } else { 2 * 4 * tile.columns };
     let forms = scores + makes_ds * (scores_transposed + values) + makes_dv * values_transposed;
     tile.lds_bytes = tile.stages * (forms + stats);
@@ -355,13 +355,13 @@ fn tiles<U: Unit>(
 }
 
 impl<U: Unit> Backward<U> {
-    /// The launch before.
+    /// Source of the launch before the main kernel, which computes LSE and delta.
     #[must_use]
     pub(crate) fn stats_source(&self) -> KernelSource {
         self.row_source(|masks| format!("cdna::bwd::stats<kSpec>(p{masks});"))
     }
 
-    /// The launch behind.
+    /// Source of the launch after the main kernel.
     #[must_use]
     pub(crate) fn rest_source(&self) -> KernelSource {
         let splits_keys = self.tiles.len() > 2;
@@ -406,7 +406,7 @@ impl<U: Unit> Backward<U> {
         })
     }
 
-    /// A launch of products.
+    /// Source of a launch of the main kernel, which computes matrix products.
     #[must_use]
     pub(crate) fn source(&self, tile: &MatrixBwdTile) -> KernelSource {
         let threads = num_threads::<U>(tile);

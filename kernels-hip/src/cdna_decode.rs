@@ -24,7 +24,7 @@ use crate::paths::LoadPath;
 
 /// The kernel's name in plans and refusals.
 pub(crate) const NAME: &str = "cdna_decode";
-/// The launch behind.
+/// Name of the launch that merges the parts of each row.
 pub(crate) const MERGE: &str = "cdna_decode_merge";
 /// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/cdna/decode/main.h";
@@ -103,11 +103,11 @@ abi_struct! {
         /// Record of how stretches were assigned, which the first launch writes for the second (`pieces.h`); null
         /// if each work item has one part.
         pub shares: DevPtr<i32>,
-        /// u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
+        /// Words of the tree mask, u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
         pub tree_mask: DevPtr<u32>,
         /// Rows of a sequence of the tree mask.
         pub tree_mask_batch: i64,
-        /// Words of a row of the tree mask.
+        /// Number of u32 words in a query's row of the tree mask.
         pub tree_mask_words: i32,
         /// Keys of a part; of a stretch at least.
         pub part_keys: i32,
@@ -136,7 +136,7 @@ abi_struct! {
     pub struct ListDecodeParams {
         /// Arguments of the kernel without lists.
         pub decode: CdnaDecodeParams,
-        /// The lists.
+        /// Parameters of the lists of keys.
         pub lists: ListParams,
     }
 }

@@ -111,20 +111,20 @@ pub(crate) struct Parts {
     pub(crate) cut: Cut,
     /// Elements of a part's row of O.
     pub(crate) row_elems: i32,
-    /// Rows of the call.
+    /// Number of rows (queries times heads) of the call.
     pub(crate) rows: u64,
-    /// Rows of all parts.
+    /// Number of rows of all parts together.
     part_rows: u64,
     pub(crate) row_blocks: u32,
     /// Parts of the longest sequence, or stretches of all sequences' keys.
     num_parts: u32,
-    /// Pieces of work.
+    /// Number of pieces of work, each with some rows and a part of the keys.
     pub(crate) pieces: u32,
-    /// Words of how shares were dealt.
+    /// Number of words that record how the keys were dealt to workgroups in shares.
     dealt_words: u64,
     /// Whether the plan promises row invariance: the bits of a row depend on its own keys alone.
     pub(crate) row_invariant: bool,
-    /// Whether the keys are places of tokens' lists.
+    /// Whether keys are the entries of tokens' lists.
     listed: bool,
 }
 
@@ -220,7 +220,7 @@ impl Parts {
         self.part_rows.saturating_mul(4 * (u64::from(self.row_elems.unsigned_abs()) + 2))
     }
 
-    /// The launch behind.
+    /// Source of the launch that merges the parts of each row.
     pub(crate) fn merge_source(&self, arch: Arch) -> KernelSource {
         let threads = merge_threads(arch);
         let entry = Entry {

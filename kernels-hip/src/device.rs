@@ -1,4 +1,4 @@
-//! Facts of a device that recipes use, and how many workgroups the device holds.
+//! Facts of a device on which the choice of kernel and tile depends, and how many workgroups the device holds.
 
 use fmha_core::source::{KernelSource, Literal};
 use fmha_core::tune::TunedTiles;
@@ -33,7 +33,7 @@ impl Device {
     }
 }
 
-/// A backend whose facts the recipes in this crate use.
+/// A backend whose device facts are those that this crate's kernels need.
 pub trait Amd: Vendor<Facts = DeviceFacts> {}
 
 impl<V: Vendor<Facts = DeviceFacts>> Amd for V {}

@@ -76,7 +76,7 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Parameters of a forward kernel under masks as data.
+    /// Parameters of a forward kernel under masks as data (tensors).
     pub struct MaskedCdnaParams {
         /// Parameters of the kernel without masks.
         pub cdna: CdnaParams,

@@ -42,7 +42,7 @@ abi_struct! {
     pub struct ListsBwdParams {
         /// Parameters that all backward kernels read.
         pub bwd: BwdParams,
-        /// The lists.
+        /// Parameters of the lists of keys.
         pub lists: ListParams,
     }
 }

@@ -126,7 +126,7 @@ mod tests {
         accept::<Wmma>(problem, device, &PlanOptions::default()).unwrap().tiles
     }
 
-    /// Sums of each launch.
+    /// Gradients that each launch sums.
     fn sums(problem: &BwdProblem, arch: Arch) -> Vec<BwdSums> {
         tiles(problem, arch).iter().map(|tile| tile.sums).collect()
     }

@@ -22,7 +22,7 @@ use crate::rdna::RdnaTile;
 
 /// The kernel's name in plans and refusals.
 pub(crate) const NAME: &str = "rdna_decode";
-/// The launch behind.
+/// Name of the launch that merges the parts of each row.
 pub(crate) const MERGE: &str = "rdna_decode_merge";
 /// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/rdna/decode/main.h";

@@ -1,4 +1,5 @@
-//! The list of recipes, best first. A recipe's code is in the folder of its name, its device text under `fmha/`.
+//! All kernels with their checks and launches (recipes), best first. A recipe's code is in the folder of its name,
+//! its device text under `fmha/`.
 
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
 use fmha_gpu::{Combine, Recipe, Simt, SimtBwd};
@@ -16,7 +17,7 @@ use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
 use crate::widened::recipe::Widened;
 
-/// Recipes of the forward.
+/// Recipes of the forward: for each kernel what it supports, and its launches.
 #[must_use]
 pub fn forward<V: Amd>() -> Vec<Recipe<ValidFwd, V>> {
     vec![
@@ -30,7 +31,7 @@ pub fn forward<V: Amd>() -> Vec<Recipe<ValidFwd, V>> {
     ]
 }
 
-/// Recipes of the backward.
+/// Recipes of the backward: for each kernel what it supports, and its launches.
 #[must_use]
 pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
     vec![
@@ -41,7 +42,7 @@ pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
     ]
 }
 
-/// Recipes of the merging of partial results.
+/// Recipes of the merging of partial results: for each kernel what it supports, and its launches.
 #[must_use]
 pub fn combine<V: Amd>() -> Vec<Recipe<ValidCombine, V>> {
     vec![Recipe::of::<Combine>()]

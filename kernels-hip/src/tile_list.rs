@@ -1,4 +1,4 @@
-//! The launches that make lists of tiles (`fmha_gpu::tile_list`) on AMD.
+//! AMD's launches that list, for each tile, the blocks that it sees (`fmha_gpu::tile_list`).
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;

@@ -13,9 +13,9 @@ use fmha_core::{
 
 use crate::device::refuse;
 
-/// The launch that widens.
+/// The name of the launch that converts the KV cache to Q's type.
 pub(crate) const WIDEN: &str = "widen_cache";
-/// Threads of a workgroup that widens.
+/// Threads of a workgroup of the launch that converts the KV cache.
 pub(crate) const NUM_THREADS: u32 = 256;
 /// Keys of a sequence that one workgroup converts.
 const KEYS: u32 = 64;
@@ -27,7 +27,7 @@ abi_spec! {
     pub struct WidenSpec {
         /// Type of K and V in memory.
         pub stored: DType,
-        /// Type of the widened elements: Q's type.
+        /// Type to which elements are converted: Q's type.
         pub dtype: DType,
         /// Whether rows have scales of their own.
         pub scaled: bool,
@@ -35,11 +35,11 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// The widened cache, a kernel argument.
+    /// Kernel argument for the KV cache after its conversion to Q's type.
     pub struct WidenedCache {
-        /// K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, or packed.
+        /// Converted K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, or packed.
         pub k: View,
-        /// Widened V.
+        /// Converted V.
         pub v: View,
         /// `[batch]`, an output: number of keys of each sequence.
         pub seqused_k: DevPtr<i32>,
@@ -57,12 +57,12 @@ abi_struct! {
         pub head_dim_qk: i32,
         /// Elements of a value's row.
         pub head_dim_v: i32,
-        /// Rows that share a scale.
+        /// Number of adjacent rows that share a scale.
         pub scale_block: i32,
     }
 }
 
-/// Offsets of the widened cache's parts in the workspace.
+/// Offsets in the workspace of the parts of the KV cache that is converted to Q's type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
     cu_seqlens_k: u64,
@@ -115,7 +115,7 @@ impl Places {
 }
 
 impl WidenedCache {
-    /// This cache with the scales of a call's rows, where they have some.
+    /// This argument with the scales of the call's rows, where they have some.
     pub(crate) fn scaled(self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Self {
         let Some(scales) = &problem.cache.scales else { return self };
         let packed = problem.layout.kv == KvLayout::Packed;

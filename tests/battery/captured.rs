@@ -48,13 +48,13 @@ pub type Hidden = (fn(usize) -> bool, fn(usize) -> bool);
 /// One call forward and one backward.
 #[derive(Clone, Debug)]
 pub struct Check {
-    /// The problem of the case; the extents of its captures are drawn.
+    /// The problem of the case; the extents of the tensors that its functions capture are random.
     pub problem: FwdProblem,
     /// Decides all numbers.
     pub seed: u64,
     /// Rows of K and V, or of Q and dO, that hold NaN: rows that the mask hides completely.
     pub hidden: Option<Hidden>,
-    /// Whether gradients are computed, and which of captured tensors.
+    /// Whether gradients are computed, and which of the captured tensors have one.
     pub gradients: Gradients,
 }
 

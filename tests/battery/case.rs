@@ -38,7 +38,7 @@ pub struct Forward {
     pub problem: FwdProblem,
     /// The lengths.
     pub lengths: Lengths,
-    /// The numbers.
+    /// How the elements are drawn, and how tensors lie in memory.
     pub data: Data,
     /// Values planted over the data.
     pub plant: Plant,
@@ -51,7 +51,7 @@ pub struct Backward {
     pub problem: BwdProblem,
     /// The lengths.
     pub lengths: Lengths,
-    /// The numbers.
+    /// How the elements are drawn, and how tensors lie in memory.
     pub data: Data,
     /// Whether the plan must be deterministic, whatever the caller requires; a second run checks that bits are
     /// equal.
@@ -73,7 +73,7 @@ impl Backward {
 pub struct Combine {
     /// Problem to compute.
     pub problem: CombineProblem,
-    /// The numbers.
+    /// How the elements are drawn, and how tensors lie in memory.
     pub data: Data,
     /// Added to the LSE of every part.
     pub lse_offset: f64,

@@ -44,7 +44,7 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
     is_tiny && matches!(problem.score.bias, Bias::Alibi { .. })
 }
 
-/// Kernels that compute no score and no mask as code.
+/// Kernels that compute no score function and no mask function.
 const CODELESS: &[&str] = &[
     "sm90_mla",
     "sm80_widened",

@@ -49,7 +49,7 @@ pub enum LawKind {
     PermutedPages,
     /// A call that appends this many last keys of each sequence; the cache must agree too.
     AppendIsWritten(u32),
-    /// The cache widened beforehand.
+    /// The KV cache is converted to Q's type before the call.
     WidenedCache,
     /// Each sequence's last query alone, by plans that are batch-invariant.
     LastOfMany,

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use fmha_core::{Error, Result};
 
-/// Place of a tensor's bytes.
+/// Where a tensor's bytes lie in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Between margins of 256 bytes and more, filled with NaN.

@@ -75,11 +75,11 @@ pub struct Story {
     pub sink: bool,
     /// Slopes of ALiBi.
     pub alibi: bool,
-    /// Something that few stories have.
+    /// Rare property of the problem, which only few random problems have.
     pub rare: Option<Rare>,
 }
 
-/// Something that a story has beside the rest, in kernels that promise equal rows with it.
+/// Rare property of a random problem, in kernels that promise equal rows with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rare {
     /// Q, K and V in FP8.
@@ -103,10 +103,10 @@ pub enum Keys {
     Paged(u32),
 }
 
-/// A call that has some of a story's rows.
+/// A call that contains some of the rows of a random problem ([`Story`]).
 #[derive(Clone, Debug, PartialEq)]
 pub struct View {
-    /// Queries of the story, which see the keys up to their own.
+    /// Queries of the problem that the call has; each sees the keys up to its own position.
     pub rows: Range<u32>,
     /// How K and V lie.
     pub keys: Keys,
@@ -114,7 +114,7 @@ pub struct View {
     pub packed: bool,
     /// Queries and keys of the call's other sequences, of other numbers.
     pub others: Vec<[u32; 2]>,
-    /// Which of the call's sequences the story is.
+    /// Index of the problem's sequence among the call's sequences.
     pub place: usize,
     /// Keys that the cache has room for beyond the longest sequence.
     pub spare: u32,
@@ -124,33 +124,33 @@ pub struct View {
     pub lse: bool,
 }
 
-/// Limits for random stories and views.
+/// Limits within which random problems ([`Story`]) and calls with some of their rows ([`View`]) are drawn.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Types of Q.
     pub dtypes: &'static [DType],
     /// Keys of a part in the tested kernel; half of the pairs span three or more parts.
     pub part: u32,
-    /// Most rows of a call with many.
+    /// Most queries of a call that has many.
     pub most_rows: u32,
     /// Head dimensions.
     pub dims: &'static [u32],
-    /// Whether caches of FP8 are among the stories.
+    /// Whether some problems have FP8 caches.
     pub fp8_caches: bool,
-    /// Choice of one story in `ONE_RARE`.
+    /// Rare properties, of which one problem in `ONE_RARE` has one.
     pub rare: &'static [Rare],
     /// Whether each second seed's row sees three parts or more, and lies at two places of a tile. In one of
     /// `ONE_TRAINS` such pairs one call is a training call of few heads, whatever `most_rows` is.
     pub forced: bool,
 }
 
-/// One story in so many has what few have.
+/// One random problem in so many has a rare property.
 const ONE_RARE: u32 = 8;
-/// One pair in so many, of those that are forced, has a training call.
+/// One forced pair of calls in so many has a training call.
 const ONE_TRAINS: u32 = 4;
 /// Rows of the smallest tile: two rows of one remainder lie alike in a tile.
 const TILE_ROWS: u32 = 16;
-/// Most rows of a call of wide latent rows with many.
+/// Most queries of a call that has many, if the problem is latent attention.
 const LATENT_ROWS: u32 = 20;
 
 /// Pairs of a few hundred keys, for emulated devices whose tiles have parts of 128.
@@ -164,10 +164,10 @@ pub const SHORT: Bounds = Bounds {
     forced: false,
 };
 
-/// Limits for training calls with some blocks of 128 keys, which add to the gradients of queries one after another.
+/// Limits of random problems for backward kernels in which several blocks of 128 keys add to dQ one after another.
 pub const BLOCKS: Bounds = Bounds { most_rows: 420, dims: &[16, 64, 72, 128], fp8_caches: false, ..SHORT };
 
-/// A random story, and two views of it that share a row.
+/// Draws a random problem ([`Story`]), and two calls ([`View`]) that both contain one of its rows.
 #[must_use]
 pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let mut dice = Dice::new(seed);
@@ -237,7 +237,7 @@ pub fn is_far_apart(story: &Story, [a, b]: &[View; 2], part: u32) -> bool {
 }
 
 impl Story {
-    /// Makes the story one of those that have what few have.
+    /// Gives the problem a rare property.
     fn take(&mut self, rare: Rare) {
         self.rare = Some(rare);
         match rare {
@@ -423,7 +423,7 @@ impl View {
     }
 }
 
-/// Set operands' numbers apart.
+/// Numbers that are mixed into the seed, so that operands get different elements.
 const OF_Q: u64 = 1;
 const OF_K: u64 = 2;
 const OF_V: u64 = 3;
@@ -489,16 +489,16 @@ fn put_scaled(
 pub enum Outcome {
     /// All shared rows had equal bits; these kernels computed them.
     Equal([String; 2]),
-    /// A call was refused.
+    /// A call was refused, for this reason.
     Refused(String),
     /// Description of the first bits that differ.
     Differ(String),
 }
 
-/// How pairs are planned.
+/// How the calls of a pair are planned.
 #[derive(Clone, Debug, Default)]
 pub struct Planning {
-    /// Wishes of both calls.
+    /// Plan options of both calls.
     pub plan: PlanOptions,
     /// Options for the second call only, which replace those of both.
     pub of_second: Option<PlanOptions>,
@@ -516,7 +516,7 @@ impl Planning {
     }
 }
 
-/// Runs both views of a story and compares the rows that they share.
+/// Runs both calls of a random problem and compares the rows that they share.
 ///
 /// # Errors
 /// What the backend said, other than a refusal.

@@ -112,7 +112,7 @@ pub struct Tensor {
     elem: ElemType,
     /// Type of the elements; unused for lengths and the keep mask.
     pub dtype: DType,
-    /// Logical extents.
+    /// Number of elements along each axis, without gaps or padding.
     pub shape: Shape,
     /// Element strides.
     pub strides: Strides,

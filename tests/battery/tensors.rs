@@ -20,11 +20,11 @@ use crate::tensor::{Operand, Operands, Room, Tensor};
 pub struct Lengths {
     /// Rows of packed tensors, pages of paged ones.
     pub totals: Totals,
-    /// Paged K: `[batch, max_pages]`.
+    /// Pages of each sequence if K is paged: `[batch, max_pages]`.
     pub block_table: Vec<i32>,
     /// Packed new keys: `[batch + 1]`.
     pub cu_seqlens_new: Vec<i32>,
-    /// Masks as data.
+    /// Elements of the tensors of the masks.
     pub masks: MaskNumbers,
     /// Tree mask: u32 words in the contract's layout.
     pub tree_mask: Vec<i32>,
@@ -44,16 +44,17 @@ pub struct Lengths {
     pub seqused_k: Vec<i32>,
 }
 
-/// The numbers of masks as data, from each tensor's first element to its last; empty if the problem has none.
+/// Elements of the tensors of the masks, from each tensor's first element to its last; empty if the problem has
+/// none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MaskNumbers {
-    /// Endpoints.
+    /// Endpoints of the intervals of keys.
     pub intervals: Vec<i32>,
-    /// Words of bits.
+    /// Words of the mask as bits.
     pub bits: Vec<i32>,
-    /// Counts and indices of the partial list.
+    /// Partial list of blocks: number of blocks in each row, and their indices.
     pub partial: [Vec<i32>; 2],
-    /// Counts and indices of the full list.
+    /// Full list of blocks: number of blocks in each row, and their indices.
     pub full: [Vec<i32>; 2],
 }
 
@@ -83,11 +84,11 @@ impl Lengths {
 /// Values and layout of a case's tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Data {
-    /// Which numbers.
+    /// Kind of numbers of Q, K, V and the incoming gradients.
     pub init: Init,
     /// Decides every number, the dropout mask too.
     pub seed: u64,
-    /// Place of the tensors in memory.
+    /// Where the tensors lie in memory.
     pub room: Room,
 }
 
@@ -102,7 +103,7 @@ pub struct HostFwd {
     pub second_totals: Totals,
     /// Every operand.
     pub operands: Operands,
-    /// Position of the dropout generator.
+    /// Position of the random generator of dropout.
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
@@ -184,7 +185,7 @@ pub struct HostBwd {
     pub totals: Totals,
     /// Every operand.
     pub operands: Operands,
-    /// Position of the dropout generator.
+    /// Position of the random generator of dropout.
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
@@ -422,7 +423,7 @@ fn table(pages: fmha_core::DevSlice<'_>, batch: u32) -> BlockTable<'_> {
     BlockTable { pages, max_pages: (pages.bytes() / 4 / u64::from(batch.max(1))) as u32 }
 }
 
-/// Masks as data, wherever they lie.
+/// Slices of the tensors of the masks, wherever they lie.
 pub(crate) fn masks_of<'a>(
     mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
 ) -> MaskArgs<'a> {

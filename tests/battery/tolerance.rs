@@ -47,25 +47,25 @@ pub struct Yardstick {
     pub far: MaxRms,
     /// A bound of the scores' magnitude in far rows.
     pub far_logits: f64,
-    /// Elements.
+    /// Number of elements.
     pub count: u64,
 }
 
 /// A largest magnitude and a root mean square.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxRms {
-    /// The largest.
+    /// The largest magnitude.
     pub max: f64,
-    /// The root mean square.
+    /// The root mean square of the magnitudes.
     pub rms: f64,
 }
 
-/// Bounds of the errors.
+/// Largest errors that a tensor's elements may have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bound {
-    /// The largest.
+    /// The largest error of one element.
     pub max: f64,
-    /// The root mean square.
+    /// The largest root mean square of the errors.
     pub rmse: f64,
 }
 
@@ -75,7 +75,7 @@ pub fn f32_error(logits: f64) -> f64 {
     8.0 * DType::F32.unit_roundoff() * (2.0 + logits)
 }
 
-/// The bound, as derived in the module's text.
+/// Largest errors that the elements measured in `y` may have, as the module's text derives them.
 #[must_use]
 pub fn bound(y: &Yardstick) -> Bound {
     let f32_share = f32_error(y.logits);

@@ -32,17 +32,17 @@ pub struct TensorVerdict {
     pub checked: u64,
     /// Largest error; infinite if only one of result and reference is NaN or infinite.
     pub max_error: f64,
-    /// Bound of that error.
+    /// Largest `max_error` that passes.
     pub max_bound: f64,
     /// Root mean square error.
     pub rmse: f64,
-    /// Bound of that error.
+    /// Largest `rmse` that passes.
     pub rmse_bound: f64,
     /// Cosine between result and reference; 1 where both are 0.
     pub cosine: f64,
     /// Least cosine that passes, where there is one.
     pub least_cosine: Option<f64>,
-    /// Place of the largest error.
+    /// Which element has the largest error.
     pub worst: Place,
     /// Whether all bounds hold.
     pub pass: bool,

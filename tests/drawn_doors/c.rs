@@ -240,7 +240,7 @@ fn forward_of_c(case: &Forward) -> Result<Verdict, String> {
     Ok(verdict)
 }
 
-/// A bias, or its gradient, as C tells which axes it has.
+/// Strides of a bias, or of its gradient, as C has them: 0 along an axis that the bias does not have.
 fn shared(strides: FmhaStrides, broadcast: BiasBroadcast) -> FmhaStrides {
     let (per_batch, per_head) = broadcast.axes();
     FmhaStrides {
@@ -250,7 +250,8 @@ fn shared(strides: FmhaStrides, broadcast: BiasBroadcast) -> FmhaStrides {
     }
 }
 
-/// Whether a bias that C tells by its strides is one of fewer matrices than the problem's.
+/// Whether C sees a bias with fewer matrices than the problem has: in C, a head stride of 0 means that all heads
+/// share one matrix, and this bias has that stride with an axis of heads.
 fn is_told_otherwise(case: &Backward) -> bool {
     match case.problem.fwd.score.bias {
         Bias::Elementwise(bias) => bias.broadcast.axes().1 && bias.strides.head == 0,

@@ -181,7 +181,7 @@ fn band(problem: &FwdProblem, span: SeqSpan, fault: Option<Fault>) -> MaskBand {
     band
 }
 
-/// The sequences; their physical lengths where the logical ones are forgotten.
+/// The sequences, with all rows that exist if the lengths in use are forgotten.
 pub(super) fn spans(
     problem: &FwdProblem,
     seq: &SeqArgs<'_>,

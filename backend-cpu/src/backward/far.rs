@@ -32,7 +32,7 @@ pub(super) struct FarRows {
 }
 
 impl FarRows {
-    /// Reserves room for all rows, if some row is far.
+    /// Reserves room for an origin of each row, if some row's LSE is so large that the row needs one.
     pub(super) fn reserve(fwd: &FwdProblem, args: &BwdArgs<'_>) -> fmha_core::Result<Self> {
         let rows = fwd.extents(args.seq.totals).lse_elems as usize;
         let far = Self { least: least_far(fwd), ..Self::default() };
@@ -46,7 +46,7 @@ impl FarRows {
         lse.is_finite() && lse.abs() >= self.least
     }
 
-    /// Whether some row of the call has an origin.
+    /// Whether some row of the call needs an origin, a number that is subtracted from its scores.
     pub(super) fn any(&self) -> bool {
         self.rows > 0
     }

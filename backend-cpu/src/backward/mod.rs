@@ -54,7 +54,7 @@ enum Task {
     Queries { span: usize, i_head: u32, i: u32 },
     /// dBias of the rows from `i` on of one matrix.
     Bias { i_batch: u32, i_head: u32, i: u32 },
-    /// The gradients of captured tensors from one group of (sequence, head) pairs.
+    /// Gradients of the tensors that the score function reads (captures), from one group of (sequence, head) pairs.
     Captured { part: usize },
 }
 
@@ -83,7 +83,7 @@ struct Shared<'a> {
     dk: Target,
     dv: Target,
     dbias: Option<Target>,
-    /// Gradients of captured tensors, one set of sums for each group of heads.
+    /// Gradients of the tensors that the score function reads (captures): one set of sums for each group of heads.
     captured: Vec<Mutex<Vec<Vec<f64>>>>,
     delta: Floats,
     far: FarRows,
@@ -159,11 +159,11 @@ impl<'a> Backward<'a> {
     }
 }
 
-/// Number of separate sums of captured gradients. It does not depend on the number of threads, so the order of
-/// additions is fixed.
+/// Number of separate sums of the gradients of captured tensors. It does not depend on the number of threads, so
+/// the order of additions is fixed.
 const CAPTURED_PARTS: u64 = 8;
 
-/// Most elements of all these sums together, if there is more than one.
+/// Most elements of all groups' sums of captured tensors' gradients together, if there is more than one group.
 const MOST_CAPTURED: u64 = 1 << 22;
 
 fn captured_parts(problem: &ValidBwd) -> fmha_core::Result<Vec<Mutex<Vec<Vec<f64>>>>> {
@@ -248,7 +248,7 @@ impl Shared<'_> {
         })
     }
 
-    /// Rows of a panel of keys: whole micro-tiles of every kind.
+    /// Rows (keys) that a panel of scores has room for: a multiple of the height of every micro-tile.
     fn key_capacity(&self) -> usize {
         self.blocks.block_n.next_multiple_of(12)
     }
@@ -332,7 +332,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Writes rows of a gradient from panels.
+    /// Writes rows of dQ, dK or dV to the caller's tensor from panels, which are blocks of PANEL columns.
     #[expect(clippy::too_many_arguments, reason = "two matrices and a factor")]
     fn write<S: Simd>(
         &self,
@@ -428,7 +428,7 @@ impl Shared<'_> {
         Panel::new(head.band, i, queries, j, keys).is_none() || self.score.code.as_ref().is_some_and(by_code)
     }
 
-    /// Computes one group's sums of captured gradients: heads, queries and keys in ascending order.
+    /// Computes one group's sums of the gradients of captured tensors: heads, queries and keys in ascending order.
     fn captured_part<S: Simd>(&self, s: S, scratch: &mut Scratch, part: usize) {
         let Some(code) = &self.score.code else { return };
         let Blocks { block_m, block_n, .. } = self.blocks;
@@ -452,7 +452,7 @@ impl Shared<'_> {
                         let offset = number * self.key_capacity() * S::PANEL;
                         let scaled = tile.scaled.as_mut_ptr().wrapping_add(offset);
                         let gradients = tile.gradients.as_ptr().wrapping_add(offset);
-                        // SAFETY: panels of these keys.
+                        // SAFETY: `scaled` and `gradients` have PANEL numbers for each key of the panel.
                         unsafe {
                             let of = (scaled, gradients);
                             code.add_to_captured(s, &mut tile.code, &head, panel, of, &mut sums);
@@ -463,7 +463,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Captured tensors' gradients from their parts, ascending.
+    /// Writes the gradients of captured tensors: sums of the groups, added in ascending order.
     fn write_captured(&self) {
         for (number, (wanted, slice)) in self.problem.dcaptured.iter().zip(&self.args.dcaptured).enumerate() {
             let parts: Vec<Vec<f64>> = self

@@ -16,7 +16,7 @@ pub(super) enum Through {
     Nothing,
     /// Through the soft-cap, to the score that the score function computed.
     SoftCap,
-    /// The soft-cap and code.
+    /// Through the soft-cap and the score function, to the scaled product of Q and K.
     All,
 }
 
@@ -30,24 +30,24 @@ pub(super) struct Tile {
     pub(super) douts: Floats,
     pub(super) queries_transposed: Floats,
     pub(super) douts_transposed: Floats,
-    /// S, later P times its keep factor: one panel for each panel of queries.
+    /// S, later P times dropout's factor: an array `[keys][PANEL]` for each block of PANEL queries.
     pub(super) weights: Floats,
     /// dP, overwritten by dS.
     pub(super) gradients: Floats,
     pub(super) extra: Floats,
     pub(super) slope: Floats,
     pub(super) code: CodeLanes,
-    /// Pairs of a panel that the mask function hides.
+    /// 1 for each score of a panel that the mask function hides, else 0.
     pub(super) hide: Floats,
-    /// Scores before code, one panel for each panel of queries.
+    /// Scores before the score function: an array `[keys][PANEL]` for each block of PANEL queries.
     pub(super) scaled: Floats,
     pub(super) lse: Floats,
-    /// Origin of each query's scores, if some origin is not 0.
+    /// Origin that is subtracted from each query's scores, if that of some query is not 0.
     pub(super) origin: Floats,
     pub(super) has_origin: bool,
     pub(super) delta: Floats,
     pub(super) dlse: Floats,
-    /// Live rows of each panel.
+    /// Keys and queries in use of each block of PANEL queries; `None` if the mask hides them all.
     pub(super) panels: Vec<Option<Panel>>,
     pub(super) keys_finite: bool,
     pub(super) queries_finite: bool,
@@ -55,7 +55,7 @@ pub(super) struct Tile {
 }
 
 impl Shared<'_> {
-    /// A thread's own.
+    /// Makes the scratch memory of one thread: a tile of the backward.
     pub(super) fn tile<S: Simd>(&self) -> fmha_core::Result<Tile> {
         let block_m = self.blocks.block_m;
         let (dim_qk, dim_v) = self.dims();
@@ -93,7 +93,7 @@ impl Shared<'_> {
         })
     }
 
-    /// K and V of a tile, in panels.
+    /// Copies K and V of a tile to panels, which are blocks of PANEL columns.
     pub(super) fn load_keys<S: Simd>(&self, s: S, tile: &mut Tile, head: &HeadScore, j: u32, keys: usize) {
         let (dim_qk, dim_v) = self.dims();
         let capacity = self.key_capacity();
@@ -123,7 +123,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Q and dO of a tile, in panels and transposed; LSE and delta.
+    /// Copies Q and dO of a tile, both to blocks of PANEL columns and transposed; also LSE and delta.
     pub(super) fn load_queries<S: Simd>(
         &self,
         s: S,
@@ -185,7 +185,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Computes P and dS of the tile, and which of its panels have visible pairs.
+    /// Computes P and dS of the tile, and notes for which blocks of PANEL queries some pair is visible.
     #[expect(clippy::too_many_arguments, reason = "a tile is two ranges")]
     pub(super) fn gradients<S: Simd>(
         &self,
@@ -223,7 +223,7 @@ impl Shared<'_> {
             let scaled = tile.scaled.as_mut_ptr().wrapping_add(offset);
             if let Some(code) = &self.score.code {
                 let (at, count) = (panel.rows.0 * S::PANEL, (panel.rows.1 - panel.rows.0) * S::PANEL);
-                // SAFETY: panels of these keys.
+                // SAFETY: the pointers have PANEL numbers for each key of the panel.
                 unsafe {
                     std::ptr::copy_nonoverlapping(weights.add(at), scaled.add(at), count);
                     code.score(s, &mut tile.code, head, &panel, (weights, tile.hide.as_mut_ptr()));
@@ -235,7 +235,7 @@ impl Shared<'_> {
                 s.run(Adjust { head, panel, scores: weights, bias, slope });
             }
             if head.coded {
-                // SAFETY: panels of these keys.
+                // SAFETY: the pointers have PANEL numbers for each key of the panel.
                 unsafe { Code::hide::<S>(&panel, weights, tile.hide.as_ptr(), f32::NEG_INFINITY) };
                 if capped {
                     // A hidden score may be NaN, and so may its derivative: multiplying by 0 would give NaN, so it
@@ -271,7 +271,7 @@ impl Shared<'_> {
                 s.run(Multiply { panel, x: gradients, y: tile.slope.as_ptr() });
             }
             if let Some(code) = self.score.code.as_ref().filter(|_| through == Through::All) {
-                // SAFETY: panels of these keys.
+                // SAFETY: the pointers have PANEL numbers for each key of the panel.
                 unsafe { code.slope(s, &mut tile.code, head, &panel, (scaled, gradients)) };
             }
         }

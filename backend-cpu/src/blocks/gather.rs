@@ -1,17 +1,17 @@
-//! Copies from the caller's tensors to panels and rows.
+//! Copies from the caller's strided tensors to dense rows, and to panels, which are blocks of PANEL columns.
 
 use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
 
-/// Copies rows of a tensor into panels of the head dimension. Reports whether all elements were finite and, for
-/// pairs of bf16, also smaller than [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
+/// Copies rows of a tensor into blocks of PANEL columns of the head dimension. Reports whether all elements were
+/// finite and, for pairs of bf16, also smaller than [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
 pub(crate) struct Gather<'a> {
     pub(crate) from: Matrix,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) factor: f32,
     pub(crate) to: *mut f32,
-    /// Number of rows of a panel, or of pairs of rows.
+    /// Rows that `to` has room for; pairs of rows if `pairs`.
     pub(crate) capacity: usize,
     pub(crate) pairs: bool,
     pub(crate) is_moderate: &'a mut bool,
@@ -46,7 +46,7 @@ impl<S: Simd> Op<S> for GatherRows {
     #[inline(always)]
     fn call(self, s: S) {
         let Self { from, rows, cols, factor, to, pairs } = self;
-        // SAFETY: the caller promised rows of `from`, and room for the panels, as for `Gather`.
+        // SAFETY: the caller promised the rows of `from`, and room in `to` for whole blocks of PANEL columns.
         unsafe {
             if S::BF16_DOT && pairs {
                 from.gather_row_pairs(s, rows, cols, to, row_stride(cols.div_ceil(2)));
@@ -63,14 +63,14 @@ pub(crate) fn row_stride(cols: usize) -> usize {
     (cols.div_ceil(16) | 1) * 16
 }
 
-/// Copies rows of a tensor into transposed panels of queries.
+/// Copies rows of a tensor such as Q, and transposes each block of PANEL rows.
 pub(crate) struct GatherTransposed {
     pub(crate) from: Matrix,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) factor: f32,
     pub(crate) to: *mut f32,
-    /// Scratch of PANEL rows.
+    /// Scratch for PANEL rows, before they are transposed.
     pub(crate) staging: *mut f32,
     pub(crate) pairs: bool,
 }
@@ -96,7 +96,7 @@ impl<S: Simd> Op<S> for GatherTransposed {
         let capacity = S::PANEL;
         for first in (0..rows).step_by(capacity) {
             let live = capacity.min(rows - first);
-            // SAFETY: the caller promised rows of `from`, and room for the panels, as for `Gather`.
+            // SAFETY: the caller promised the rows of `from`, and room in `to` for whole blocks of PANEL columns.
             unsafe { from.skip(first).gather(s, live, cols, factor, staging, capacity) };
             let to = to.wrapping_add(first * cols);
             TransposePanels { from: staging, capacity, rows: live, cols, to }.call(s);
@@ -104,14 +104,14 @@ impl<S: Simd> Op<S> for GatherTransposed {
     }
 }
 
-/// Transposes panels of the head dimension, `rows` of them live, into panels of queries.
+/// Transposes blocks of PANEL columns, with `rows` rows in use, into blocks of PANEL rows.
 pub(crate) struct TransposePanels {
-    /// `[cols / PANEL][capacity][PANEL]`.
+    /// Input `[cols / PANEL][capacity][PANEL]`: PANEL columns of a row together.
     pub(crate) from: *const f32,
     pub(crate) capacity: usize,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
-    /// `[rows / PANEL][cols][PANEL]`.
+    /// Output `[rows / PANEL][cols][PANEL]`: PANEL rows of a column together.
     pub(crate) to: *mut f32,
 }
 
@@ -126,8 +126,8 @@ impl<S: Simd> Op<S> for TransposePanels {
                 let from = from.wrapping_add(panel * capacity + first * width);
                 let to = to.wrapping_add(panel * width);
                 let live = width.min(cols - panel);
-                // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows beyond the
-                // last hold old numbers, whose results are not used.
+                // SAFETY: capacities are multiples of PANEL, so all PANEL rows are there; rows beyond the last hold
+                // old numbers, whose results are not used.
                 unsafe { transpose_rows(s, from, width, live, to) };
             }
         }

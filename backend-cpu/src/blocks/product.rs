@@ -1,4 +1,4 @@
-//! Products of panels, all made of the micro-tile.
+//! Matrix products of panels (blocks of PANEL columns), all computed by the micro-tile of `tile.rs`.
 
 use super::{GatherTransposed, row_stride};
 use crate::score::{Panel, Visible};
@@ -6,12 +6,12 @@ use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
 use crate::tile::{Left, Right, Store, tile};
 
-/// `scores[row][lane] = factor * sum_d keys[row][d] queries[d][lane]` for the rows of a panel.
+/// `scores[row][lane] = factor * sum_d keys[row][d] queries[d][lane]`; a row is a key, a lane one of PANEL queries.
 pub(crate) struct Scores {
     pub(crate) panel: Panel,
     /// Dense rows of `dim`.
     pub(crate) keys: *const f32,
-    /// A transposed panel of queries, `[dim][PANEL]`.
+    /// PANEL queries, transposed: `[dim][PANEL]`.
     pub(crate) queries: *const f32,
     pub(crate) dim: usize,
     pub(crate) factor: f32,
@@ -57,13 +57,13 @@ impl Scores {
 /// `out[lane][col] (=|+=) sum_row weights[row][lane] right[row][col]`: O from P and V, dQ from dS and K.
 pub(crate) struct Columns {
     pub(crate) panel: Panel,
-    /// A panel of weights, `[rows][PANEL]`.
+    /// P or dS of PANEL queries: `[rows][PANEL]`, a row for each key.
     pub(crate) weights: *const f32,
-    /// Panels of the head dimension, `capacity` rows each.
+    /// V or K in blocks of PANEL columns: `[blocks][capacity][PANEL]`.
     pub(crate) right: *const f32,
     pub(crate) capacity: usize,
     pub(crate) dim: usize,
-    /// Panels of the head dimension, `out_capacity` rows each.
+    /// O or dQ in blocks of PANEL columns: `[blocks][out_capacity][PANEL]`.
     pub(crate) out: *mut f32,
     pub(crate) out_capacity: usize,
     pub(crate) store: Store,
@@ -76,7 +76,7 @@ impl<S: Simd> Op<S> for Columns {
     fn call(self, s: S) {
         let mut lane = 0;
         while lane < self.panel.queries {
-            // Rows of a panel by micro-tiles: 6 + 6 + 4 for 16, 12 + 12 + 8 for 32, and 6 + 2 or 8 for 8.
+            // PANEL lanes in micro-tiles: 6 + 6 + 4 lanes for PANEL = 16, 12 + 12 + 8 for 32, and 6 + 2 or 8 for 8.
             let (left, room) = (self.panel.queries - lane, S::PANEL - lane);
             lane += match S::TILE_ROWS {
                 _ if left == 1 => self.group::<S, 1>(s, lane),
@@ -104,8 +104,8 @@ impl Columns {
         };
         for col in (0..self.dim).step_by(width) {
             let b = Right { base: self.right.wrapping_add(col * self.capacity + first * width), step: width };
-            // SAFETY: the R lanes are inside the panel. Lanes beyond the live ones compute rows of C that are
-            // never read.
+            // SAFETY: the R lanes are among the PANEL lanes of a row. Lanes beyond the live ones compute rows of C
+            // that are never read.
             unsafe {
                 let c = self.out.add(col * self.out_capacity + lane * width);
                 if pairs {
@@ -126,7 +126,7 @@ impl Columns {
         let (width, (first, last)) = (S::PANEL, self.panel.rows);
         for lane in 0..self.panel.queries {
             for col in 0..self.dim {
-                // SAFETY: rows, lanes and columns of the panels.
+                // SAFETY: rows, lanes and columns are inside the arrays of PANEL numbers a row.
                 unsafe {
                     let at = |rows: usize, row: usize| (col / width * rows + row) * width + col % width;
                     let out = self.out.add(at(self.out_capacity, lane));
@@ -157,18 +157,18 @@ impl Columns {
 /// `out[row][col] += sum_query weights[row][query] right[query][col]`: dV from P and dO, dK from dS
 /// and Q.
 pub(crate) struct Rows<'a> {
-    /// Live panels of queries, and their live rows.
+    /// Keys and queries in use of each block of PANEL queries; `None` for a block without visible pairs.
     pub(crate) panels: &'a [Option<Panel>],
-    /// Panels `[capacity][PANEL]`.
+    /// P or dS: `[capacity][PANEL]` for each block of PANEL queries.
     pub(crate) weights: *const f32,
     pub(crate) capacity: usize,
     pub(crate) rows: usize,
     pub(crate) queries: usize,
-    /// Panels of the head dimension, `right_capacity` rows each.
+    /// dO or Q in blocks of PANEL columns: `[blocks][right_capacity][PANEL]`.
     pub(crate) right: *const f32,
     pub(crate) right_capacity: usize,
     pub(crate) dim: usize,
-    /// Panels of the head dimension, `capacity` rows each.
+    /// dV or dK in blocks of PANEL columns: `[blocks][capacity][PANEL]`.
     pub(crate) out: *mut f32,
 }
 
@@ -188,8 +188,8 @@ impl Rows<'_> {
         let (width, lanes) = (S::PANEL, S::PANEL);
         for col in (0..self.dim).step_by(width) {
             for row in (0..self.rows).step_by(R) {
-                // Panels that see none of these rows hold zeros or were not written: those at both ends are
-                // skipped.
+                // Blocks of PANEL queries that see none of these keys hold zeros or were not written: those at both
+                // ends are skipped.
                 let sees = |panel: &Option<Panel>| {
                     panel.as_ref().is_some_and(|panel| panel.rows.0 < row + R && row < panel.rows.1)
                 };
@@ -221,7 +221,7 @@ impl Rows<'_> {
                     let at = |rows: usize, row: usize, col: usize| {
                         (col / width * rows + row) * width + col % width
                     };
-                    // SAFETY: rows, lanes and columns of the panels.
+                    // SAFETY: rows, lanes and columns are inside the arrays of PANEL numbers a row.
                     unsafe {
                         let weight = *self.weights.add((number * self.capacity + row) * lanes + lane);
                         if !visible.sees(panel.i + lane as u32, panel.j + row as u32, weight) {
@@ -271,7 +271,7 @@ impl<S: Simd> Op<S> for RowDots {
             }
             let mut sums = [s.splat(0.0); 2];
             let mut lanes = [0.0; 32];
-            // SAFETY: two panels of `cols` rows; each row of `to` is written by one thread.
+            // SAFETY: both arrays have `cols` rows of PANEL numbers; each row of `to` is written by one thread.
             unsafe {
                 for at in (0..cols * S::PANEL).step_by(S::PANEL) {
                     for (v, sum) in sums.iter_mut().enumerate() {

@@ -1,4 +1,5 @@
-//! Operations on a panel of scores: softmax in the forward, its gradient in the backward.
+//! Operations on a panel of scores (some keys and PANEL queries): softmax in the forward, its gradient in the
+//! backward.
 
 use fmha_core::DType;
 
@@ -53,7 +54,7 @@ impl Softmax {
         let width = S::PANEL;
         let (first, last) = self.panel.rows;
         let at = |row: usize, v: usize| self.scores.wrapping_add(row * width + v * S::LANES);
-        // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
+        // SAFETY: rows and lanes are inside the panel of scores; maxima, sums and factors have PANEL numbers each.
         unsafe {
             let nothing = s.splat(f32::NEG_INFINITY);
             let mut row_max = [nothing; VECTORS];
@@ -111,7 +112,7 @@ impl Softmax {
     }
 }
 
-/// `x *= y` over the rows of a panel.
+/// Multiplies two arrays of PANEL numbers a row, number by number: `x *= y`.
 pub(crate) struct Multiply {
     pub(crate) panel: Panel,
     pub(crate) x: *mut f32,
@@ -123,13 +124,13 @@ impl<S: Simd> Op<S> for Multiply {
     fn call(self, s: S) {
         let (first, last) = self.panel.rows;
         for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
-            // SAFETY: `at` is inside a row of both panels.
+            // SAFETY: `at` is inside a row of PANEL numbers, which both `x` and `y` have.
             unsafe { s.store(self.x.add(at), s.mul(s.load(self.x.add(at)), s.load(self.y.add(at)))) };
         }
     }
 }
 
-/// `x *= factor` over the rows of a panel.
+/// Multiplies an array of PANEL numbers a row by one factor: `x *= factor`.
 pub(crate) struct Scale {
     pub(crate) panel: Panel,
     pub(crate) x: *mut f32,
@@ -142,7 +143,7 @@ impl<S: Simd> Op<S> for Scale {
         let (first, last) = self.panel.rows;
         let factor = s.splat(self.factor);
         for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
-            // SAFETY: rows of a panel.
+            // SAFETY: `at` is inside a row of PANEL numbers of `x`.
             unsafe { s.store(self.x.add(at), s.mul(s.load(self.x.add(at)), factor)) };
         }
     }
@@ -152,11 +153,11 @@ impl<S: Simd> Op<S> for Scale {
 /// computes the weights of dV, `keep P`. Rows outside the panel's live ones become 0.
 pub(crate) struct Gradient {
     pub(crate) panel: Panel,
-    /// Rows of the panels.
+    /// Rows (keys) that `weights`, `gradients` and `keep` have room for, each of PANEL numbers.
     pub(crate) capacity: usize,
     pub(crate) weights: *mut f32,
     pub(crate) gradients: *mut f32,
-    /// Keep factors, a panel.
+    /// Dropout's factor of each P, 0 where P is dropped; laid out like `weights`.
     pub(crate) keep: Option<*const f32>,
     /// Origin of each query's scores and LSE, if it is not 0.
     pub(crate) origin: Option<*const f32>,
@@ -172,7 +173,7 @@ impl<S: Simd> Op<S> for Gradient {
         let (first, last) = self.panel.rows;
         let hidden = s.splat(f32::NEG_INFINITY);
         let zero = s.splat(0.0);
-        // SAFETY: rows and lanes of the panels, PANEL numbers of lse and delta.
+        // SAFETY: `weights`, `gradients` and `keep` have PANEL numbers a row; `lse`, `delta` and `dlse` have PANEL.
         unsafe {
             for v in 0..self.panel.vectors::<S>() {
                 let lane = v * S::LANES;
@@ -229,13 +230,13 @@ impl<S: Simd> Op<S> for AddTo {
         let whole = self.panel.queries / S::LANES * S::LANES;
         for row in (first..last).map(|row| row * S::PANEL) {
             for at in (row..row + whole).step_by(S::LANES) {
-                // SAFETY: rows of two panels.
+                // SAFETY: `at` is inside a row of PANEL numbers, which both `from` and `to` have.
                 unsafe {
                     s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at))));
                 };
             }
             for at in row + whole..row + self.panel.queries {
-                // SAFETY: rows of two panels.
+                // SAFETY: `at` is inside a row of PANEL numbers, which both `from` and `to` have.
                 unsafe { *self.to.add(at) += *self.from.add(at) };
             }
         }

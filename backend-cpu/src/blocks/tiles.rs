@@ -8,15 +8,15 @@ use crate::tensor::Target;
 
 /// Number of bf16 that one step of a product reduces over, and of rows of A in a block.
 pub(crate) const TILE: usize = 32;
-/// f32 in a vector; a panel has two.
+/// f32 numbers of a vector; a panel of PANEL columns is two vectors wide.
 const LANES: usize = 16;
 
-/// `scores[row][lane] = K Q^T` for the rows of a panel, not scaled.
+/// `scores[row][lane] = K Q^T`, without the softmax scale; a row is a key, a lane one of PANEL queries.
 pub(crate) struct TileScores {
     pub(crate) panel: Panel,
     /// Dense rows of `units` pairs.
     pub(crate) keys: *const f32,
-    /// One transposed panel of pairs, `[units][PANEL]`.
+    /// PANEL queries transposed, in pairs of elements: `[units][PANEL]`.
     pub(crate) queries: *const f32,
     /// Half the head dimension.
     pub(crate) units: usize,
@@ -70,7 +70,7 @@ impl<S: Simd> Op<S> for TransposeValues {
         let whole = units.next_multiple_of(LANES);
         for col in (0..dim).step_by(LANES) {
             let panel = from.wrapping_add(col / S::PANEL * S::PANEL * capacity + col % S::PANEL);
-            // SAFETY: `capacity` is a multiple of a tile's pairs, `dim` of a panel.
+            // SAFETY: `capacity` is a multiple of the pairs of a tile, and `dim` a multiple of PANEL.
             unsafe {
                 for unit in units..whole {
                     s.store(panel.add(unit * S::PANEL), s.splat(0.0));
@@ -170,7 +170,8 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
             // An odd last row is compared twice.
             for (parity, row) in [row, (row + 1).min(stop - 1)].into_iter().enumerate() {
                 for (v, largest) in self.largest[parity].iter_mut().enumerate() {
-                    // SAFETY: a row and a vector of the panel. A NaN leaves the maximum alone and shows in P.
+                    // SAFETY: `row` and `v` are a row and a vector of the panel of scores. A NaN leaves the maximum
+                    // alone and shows in P.
                     *largest = s.max(unsafe { s.load(self.softmax.at::<S>(row, v)) }, *largest);
                 }
             }
@@ -187,12 +188,12 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
         let (nothing, zero) = (s.splat(f32::NEG_INFINITY), s.splat(0.0));
         let mut farthest = zero;
         for (v, base) in self.base.iter_mut().enumerate() {
-            // SAFETY: PANEL numbers of each state.
+            // SAFETY: maxima, sums and factors have PANEL numbers each, one for each query.
             unsafe {
                 let row_max = state.row_max.add(v * S::LANES);
                 let (old, seen) =
                     (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor[v]));
-                // The difference of -inf and -inf is NaN, and then the new maximum is taken.
+                // The difference of -inf and -inf is NaN; the selection then gives the new maximum.
                 let new = s.select_le(s.sub(seen, old), s.splat(self.softmax.slack), old, seen);
                 // The base is 0 for a row without visible keys: 2^(-inf - 0) is 0, but 2^(-inf - -inf) is NaN.
                 let finite = s.select_le(new, nothing, zero, new);
@@ -220,7 +221,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
             let distance = s.abs(base);
             for row in first..last {
                 let at = self.softmax.at::<S>(row, v);
-                // SAFETY: a row and a vector of the panel.
+                // SAFETY: `row` and `v` are a row and a vector of the panel of scores.
                 unsafe {
                     let score = s.load(at);
                     s.store(at, s.select_le(distance, limit, score, s.mul(score, factor)));
@@ -233,7 +234,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     /// Probabilities of a row's vector.
     #[inline(always)]
     fn exp(&mut self, s: S, row: usize, v: usize) -> S::V {
-        // SAFETY: a row and a vector of the panel.
+        // SAFETY: `row` and `v` are a row and a vector of the panel of scores.
         let score = unsafe { s.load(self.softmax.at::<S>(row, v)) };
         let p = s.exp2_coarse(s.fma(score, self.factor[v], self.base[v]));
         self.row_sum[v] = s.add(self.row_sum[v], p);
@@ -262,7 +263,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
             self.compare(s, last);
         }
         self.advance(s, last);
-        // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
+        // SAFETY: rows and lanes are inside the panel of scores; maxima, sums and factors have PANEL numbers each.
         unsafe {
             if self.row < last {
                 for v in 0..VECTORS {
@@ -332,14 +333,14 @@ impl TileStage {
 /// `out[col][lane] (=|+=) sum_row P[row][lane] V[row][col]`, `out` times `alpha` first.
 pub(crate) struct TileColumns {
     pub(crate) panel: Panel,
-    /// Pairs of probabilities, `[units][PANEL]`.
+    /// P in pairs of keys: `[units][PANEL]`, a lane for each of PANEL queries.
     pub(crate) weights: *const f32,
     /// V's columns, [`TransposeValues`]'s.
     pub(crate) columns: *const f32,
     /// Capacity of a column in pairs of keys.
     pub(crate) capacity: usize,
     pub(crate) dim: usize,
-    /// `[dim][PANEL]`.
+    /// O of PANEL queries, transposed: `[dim][PANEL]`.
     pub(crate) out: *mut f32,
     /// `None` where `out` holds nothing yet.
     pub(crate) alpha: Option<*const f32>,
@@ -382,7 +383,7 @@ impl TileColumns {
     #[inline(always)]
     fn rescale<S: Simd>(&self, s: S) {
         let Some(alpha) = self.alpha else { return };
-        // SAFETY: `dim` rows of a panel.
+        // SAFETY: `out` has `dim` rows of PANEL numbers, and `alpha` has PANEL.
         unsafe {
             let alphas = [s.load(alpha), s.load(alpha.add(S::LANES))];
             // Most tiles do not rescale, so their factors are 1: see `TileSoftmax`.
@@ -405,7 +406,7 @@ impl TileColumns {
         let half = |pair: f32, row: usize| f32::from_bits(pair.to_bits() >> (16 * (row % 2)) << 16);
         for lane in 0..self.panel.queries {
             for col in 0..self.dim {
-                // SAFETY: rows, lanes and columns of the panels.
+                // SAFETY: rows, lanes and columns are inside the arrays of PANEL numbers a row.
                 unsafe {
                     let out = self.out.add(col * S::PANEL + lane);
                     if self.alpha.is_none() {
@@ -424,7 +425,7 @@ impl TileColumns {
     }
 }
 
-/// Panels of queries `[dim][PANEL]`, times the factors of their rows, to rows of a tensor of bf16.
+/// Writes O of PANEL queries a block, `[dim][PANEL]`, times the factors of its rows, to rows of a bf16 tensor.
 pub(crate) struct WriteTransposed<'a> {
     pub(crate) to: &'a Target,
     /// Batch, first row, head.
@@ -432,9 +433,9 @@ pub(crate) struct WriteTransposed<'a> {
     pub(crate) rows: usize,
     pub(crate) dim: usize,
     pub(crate) from: *const f32,
-    /// Factors, one for each row, padded to whole panels.
+    /// Factor of each row of O, with room up to a multiple of PANEL rows.
     pub(crate) factors: *const f32,
-    /// A bit for each panel that was never written and counts as 0.
+    /// A bit for each block of PANEL rows of O that was never written and counts as 0.
     pub(crate) untouched: u128,
     /// Scratch of two blocks of LANES x LANES.
     pub(crate) staging: *mut f32,
@@ -449,7 +450,8 @@ impl<S: Simd> Op<S> for WriteTransposed<'_> {
             let (panel, lane) = (first / S::PANEL, first % S::PANEL);
             let from = from.wrapping_add(panel * S::PANEL * dim + lane);
             let live = S::LANES.min(rows - first);
-            // SAFETY: whole panels of queries and of the head dimension; the rows are this task's.
+            // SAFETY: `from` has whole blocks of PANEL queries and of PANEL columns; no other task writes these
+            // rows.
             unsafe {
                 let factors = s.load(factors.add(first));
                 for col in (0..dim).step_by(2 * S::LANES) {
@@ -475,7 +477,7 @@ impl<S: Simd> Op<S> for WriteTransposed<'_> {
     }
 }
 
-/// Transposes one panel of queries `[dim][PANEL]` to rows in panels of the head dimension, `capacity` rows each.
+/// Transposes O of PANEL queries, `[dim][PANEL]`, to rows in blocks of PANEL columns, `capacity` rows each.
 pub(crate) struct UntransposeOut {
     pub(crate) from: *const f32,
     pub(crate) dim: usize,
@@ -490,7 +492,7 @@ impl<S: Simd> Op<S> for UntransposeOut {
         for col in (0..dim).step_by(S::LANES) {
             let to = to.wrapping_add(col / S::PANEL * S::PANEL * capacity + col % S::PANEL);
             for lane in [0, S::LANES] {
-                // SAFETY: whole panels on both sides.
+                // SAFETY: `from` and `to` have room for whole blocks of PANEL columns.
                 unsafe {
                     s.transpose(from.add(col * S::PANEL + lane), S::PANEL, to.add(lane * S::PANEL), S::PANEL);
                 }

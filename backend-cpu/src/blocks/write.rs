@@ -1,4 +1,4 @@
-//! Copies from panels to the caller's tensors.
+//! Copies from panels, which are blocks of PANEL columns, to the caller's strided tensors.
 
 use fmha_core::DType;
 
@@ -36,20 +36,20 @@ pub(crate) enum Factors {
     Each(*const f32),
 }
 
-/// Rows of panels of the head dimension, times their factors, to rows of a tensor.
+/// Writes rows that are stored in blocks of PANEL columns, times their factors, to rows of a tensor.
 pub(crate) struct WriteRows<'a> {
     pub(crate) to: &'a Target,
     /// Batch, first row, head.
     pub(crate) at: (u32, u32, u32),
     pub(crate) rows: usize,
     pub(crate) cols: usize,
-    /// `[cols / PANEL][capacity][PANEL]`.
+    /// Rows to write: `[cols / PANEL][capacity][PANEL]`, PANEL columns of a row together.
     pub(crate) from: *const f32,
     pub(crate) capacity: usize,
     pub(crate) factors: Factors,
-    /// A bit for each PANEL of rows that were never written and count as 0.
+    /// A bit for each PANEL rows that were never written and count as 0.
     pub(crate) untouched: u128,
-    /// Scratch of whole panels of columns.
+    /// Scratch for one row, with room up to a multiple of PANEL columns.
     pub(crate) row: *mut f32,
 }
 
@@ -59,7 +59,7 @@ impl<S: Simd> Op<S> for WriteRows<'_> {
         let Self { to, at: (batch, first, head), rows, cols, from, capacity, factors, untouched, row } = self;
         for r in 0..rows {
             let touched = r / S::PANEL >= 128 || untouched & 1 << (r / S::PANEL) == 0;
-            // SAFETY: the panels and the scratch have whole panels of columns; the rows are this task's.
+            // SAFETY: `from` and the scratch have whole blocks of PANEL columns; no other task writes these rows.
             unsafe {
                 let factor = s.splat(match factors {
                     Factors::All(factor) => factor,

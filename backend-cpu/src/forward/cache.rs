@@ -184,7 +184,7 @@ impl TurnedQueries {
 pub(crate) struct Cached<'a> {
     /// The tensor.
     pub(crate) source: Source,
-    /// Places of the cache's rows.
+    /// Where the cache's rows lie in memory.
     pub(crate) rows: KvRows<'a>,
     /// Elements of a row.
     pub(crate) dim: usize,
@@ -194,7 +194,7 @@ pub(crate) struct Cached<'a> {
     pub(crate) in_codes: bool,
     /// Format of rows of bytes, and the rows of a page.
     pub(crate) packed: Option<(CacheRows, u32)>,
-    /// Scales by rows, and the rows that share one.
+    /// Scales of the cache's rows, and the number of rows that share one scale.
     pub(crate) scales: Option<(Source, u32)>,
 }
 
@@ -252,7 +252,7 @@ impl Cached<'_> {
         }
     }
 
-    /// Element `d` of key `j` of a head, times its descale, as arithmetic meets it.
+    /// Element `d` of key `j` of a head, times its descale, in the type in which products read it.
     pub(crate) fn value(&self, head: &HeadScore, j: u32, d: usize, descale: f32) -> f32 {
         let (batch, row) = self.rows.at(&head.span, j);
         let descale = descale * self.scale(batch, row, head.i_head_kv);

@@ -50,7 +50,7 @@ use crate::tile::Store;
 /// Tile sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// Queries of a task, a multiple of a panel.
+    /// Queries of a task, a multiple of PANEL.
     pub(crate) block_m: usize,
     /// Whether `block_m` may shrink if there would be too few tasks for the threads.
     pub(crate) may_shrink: bool,
@@ -87,7 +87,7 @@ struct Task {
 /// Buffers of one thread, reused from task to task.
 struct Scratch {
     queries: Floats,
-    /// One panel of queries, before it is transposed.
+    /// PANEL queries, before they are transposed.
     staging: Floats,
     keys: Floats,
     values: Floats,
@@ -95,12 +95,12 @@ struct Scratch {
     gathered: Floats,
     /// V's columns, for products in tiles.
     columns: Floats,
-    /// Scores of one panel, or of two panels for products in tiles.
+    /// Scores of one block of PANEL queries, or of two such blocks for products in AMX tiles.
     scores: Floats,
-    /// One panel of a bias, or of keep factors.
+    /// Bias, or dropout's factors, for the scores of PANEL queries.
     extra: Floats,
     code: CodeLanes,
-    /// Which pairs of a panel code hides.
+    /// 1 for each score of PANEL queries that the mask function hides, else 0.
     hide: Floats,
     out: Floats,
     /// `out` as rows, after products in tiles computed it transposed.
@@ -290,7 +290,7 @@ impl Shared<'_> {
         let dims = self.problem.dims;
         let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::PANEL);
         let keys = block_n.next_multiple_of(if in_tiles::<S>(self.problem) { TILE } else { S::TILE_ROWS });
-        // Small outputs are computed over panels, whichever path computed O.
+        // Small outputs (such as row maxima) are computed from panels of scores, whichever path computed O.
         let panels = if self.problem.outputs.is_empty() { 0 } else { block_n.next_multiple_of(S::TILE_ROWS) };
         let keys = keys.max(panels);
         let tiled = |len: usize| Floats::scratch(if in_tiles::<S>(self.problem) { len } else { 0 });
@@ -332,8 +332,8 @@ impl Shared<'_> {
         scratch.row_sum.fill(0.0);
     }
 
-    /// Loads K in rows and V in panels of `capacity`, for `keys` keys from `j` on; returns the report of [`Gather`]
-    /// on V.
+    /// Copies K to rows, and V to blocks of PANEL columns with `capacity` rows, for `keys` keys from `j` on;
+    /// returns the report of [`Gather`] on V.
     fn load_keys<S: Simd>(
         &self,
         s: S,
@@ -406,7 +406,7 @@ impl Shared<'_> {
                 multiply(s, Scores { panel, keys, queries, dim: dim_units, factor, scores, pairs });
                 if let Some(code) = &self.score.code {
                     let hide = scratch.hide.as_mut_ptr();
-                    // SAFETY: both are panels of these keys.
+                    // SAFETY: `scores` and `hide` have PANEL numbers for each key of the panel.
                     unsafe { code.score(s, &mut scratch.code, &head, &panel, (scores, hide)) };
                 }
                 if head.adjusts(&panel) {
@@ -414,7 +414,7 @@ impl Shared<'_> {
                     s.plain().run(Adjust { head: &head, panel, scores, bias, slope: None });
                 }
                 if head.coded {
-                    // SAFETY: both are panels of these keys.
+                    // SAFETY: `scores` and `hide` have PANEL numbers for each key of the panel.
                     unsafe { Code::hide::<S>(&panel, scores, scratch.hide.as_ptr(), f32::NEG_INFINITY) };
                 }
                 let state = RowState {
@@ -494,8 +494,8 @@ impl Shared<'_> {
         (span.q_batch, span.q_row + task.i, task.i_head)
     }
 
-    /// Writes O from panels of the head dimension; a bit in `fresh` marks a panel of queries without visible keys,
-    /// which was not written.
+    /// Writes O from blocks of PANEL columns; a bit in `fresh` marks PANEL queries without visible keys, whose O
+    /// was not written.
     fn write_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, fresh: u128, found: *const f32) {
         s.plain().run(WriteRows {
             to: &self.o,

@@ -83,7 +83,7 @@ impl Forward<'_> {
         });
         let Some(to) = head_max else { return Ok(()) };
         for i_head in 0..heads {
-            // SAFETY: tasks are done, and so many were made.
+            // SAFETY: all tasks are done, and each wrote its number, of which there are `tasks`.
             let of_head =
                 (i_head..tasks).step_by(heads.max(1)).map(|task| unsafe { greatest.at(task).read() });
             let max = of_head.fold(f32::NEG_INFINITY, greater);
@@ -193,7 +193,7 @@ impl Shared<'_> {
                 self.panel_of_scores(s, scratch, head, panel, scratch_queries(scratch, first, dim));
                 for row in panel.rows.0..panel.rows.1 {
                     for lane in 0..live {
-                        // SAFETY: a row and a live lane of the panel, which has been filled.
+                        // SAFETY: `row` and the lane are in use in the panel of scores, which has been filled.
                         let score = unsafe { *scratch.scores.as_ptr().add(row * S::PANEL + lane) };
                         each(first + lane, j as usize + row, score);
                     }
@@ -202,7 +202,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Computes a panel of scores as for the softmax.
+    /// Computes the scores of PANEL queries and a block of keys, as they are before the softmax.
     fn panel_of_scores<S: Simd>(
         &self,
         s: S,
@@ -217,7 +217,7 @@ impl Shared<'_> {
         s.run(Scores { panel, keys, queries, dim, factor, scores, pairs: false });
         if let Some(code) = &self.score.code {
             let hide = scratch.hide.as_mut_ptr();
-            // SAFETY: both are panels of these keys.
+            // SAFETY: `scores` and `hide` have PANEL numbers for each key of the panel.
             unsafe { code.score(s, &mut scratch.code, head, &panel, (scores, hide)) };
         }
         if head.adjusts(&panel) {
@@ -231,7 +231,7 @@ impl Shared<'_> {
     }
 }
 
-/// The transposed panel of queries from `first` on.
+/// The PANEL queries from `first` on, transposed, in scratch memory.
 fn scratch_queries(scratch: &Scratch, first: usize, dim: usize) -> *const f32 {
     scratch.queries.as_ptr().wrapping_add(first * dim)
 }

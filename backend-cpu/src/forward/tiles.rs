@@ -33,14 +33,15 @@ struct Keys<'a> {
     /// The tile's first key, and the number of keys.
     j: u32,
     keys: usize,
-    /// Rows of a panel.
+    /// Rows (keys) that a panel of scores has room for.
     capacity: usize,
     /// Whether V is finite and so small that no possible P makes the product overflow f32.
     is_moderate: bool,
 }
 
 impl Keys<'_> {
-    /// The next panel, from query `first` on, that sees some of the keys, and the index of its first query.
+    /// The next PANEL queries, from query `first` on, that see some of the keys, and the index of the first of
+    /// these queries.
     fn panel<S: Simd>(&self, mut first: usize) -> Option<(usize, Panel)> {
         while first < self.queries {
             let live = S::PANEL.min(self.queries - first);
@@ -111,7 +112,7 @@ impl Shared<'_> {
         self.write_rows(s, scratch, task, fresh, found);
     }
 
-    /// All panels against a tile of keys.
+    /// Computes all blocks of PANEL queries against one tile of keys.
     fn pipeline<S: Simd>(&self, s: S, scratch: &mut Scratch, tile: &Keys<'_>, fresh: &mut u128) {
         let dim_v = self.problem.dims.head_dim_v as usize;
         let units = self.problem.dims.head_dim_qk as usize / 2;

@@ -48,7 +48,7 @@ struct Gradients<'a> {
 /// One thread's buffers for the gradients of a token.
 struct State {
     scratch: Scratch,
-    /// dO, `[panels][head_dim_v][PANEL]`; then dO as rows, and Q as rows.
+    /// dO of a token's heads, `[panels][head_dim_v][PANEL heads]`; then dO as rows, and Q as rows.
     douts: Floats,
     dout_rows: Floats,
     query_rows: Floats,
@@ -142,7 +142,7 @@ impl Gradients<'_> {
         Ok(())
     }
 
-    /// Head dimensions in whole panels.
+    /// `head_dim_qk` and `head_dim_v`, each rounded up to a multiple of PANEL.
     fn cols<S: Simd>(&self) -> (usize, usize) {
         let dims = self.problem.fwd.dims;
         let whole = |dim: u32| (dim as usize).next_multiple_of(S::PANEL);
@@ -455,7 +455,7 @@ impl Gradients<'_> {
         });
     }
 
-    /// dSink: the rows' shares in f64, sequences and tokens ascending.
+    /// Writes dSink: adds each row's contribution in f64, sequences and tokens in ascending order.
     fn write_dsink(&self, spans: &[SeqSpan]) {
         let (Some(to), Some(terms)) = (&self.args.dsink, self.sink_terms) else { return };
         let (fwd, to) = (self.problem.fwd(), Bytes::new(to));
@@ -492,7 +492,7 @@ impl Filled {
     }
 }
 
-/// Zeros to rows of a panel.
+/// Sets rows of PANEL numbers to zero.
 struct Clear {
     to: *mut f32,
     rows: usize,
@@ -502,16 +502,16 @@ impl<S: Simd> Op<S> for Clear {
     #[inline(always)]
     fn call(self, s: S) {
         for at in (0..self.rows * S::PANEL).step_by(S::LANES) {
-            // SAFETY: rows of a panel.
+            // SAFETY: `to` has PANEL numbers for each of these rows.
             unsafe { s.store(self.to.add(at), s.splat(0.0)) };
         }
     }
 }
 
-/// `to += from`: adds a row in panels to a dense row.
+/// `to += from`: adds a row that is stored in blocks of PANEL columns to a dense row.
 struct AddRow {
     from: *const f32,
-    /// Distance from panel to panel, in elements.
+    /// Distance from one block of PANEL columns to the next, in elements.
     step: usize,
     panels: usize,
     to: *mut f32,
@@ -522,7 +522,7 @@ impl<S: Simd> Op<S> for AddRow {
     fn call(self, s: S) {
         for panel in 0..self.panels {
             for lane in (0..S::PANEL).step_by(S::LANES) {
-                // SAFETY: both rows have whole panels.
+                // SAFETY: both rows have room for whole blocks of PANEL columns.
                 unsafe {
                     let to = self.to.add(panel * S::PANEL + lane);
                     s.store(to, s.add(s.load(to), s.load(self.from.add(panel * self.step + lane))));

@@ -1,4 +1,4 @@
-//! Forward over lists of keys.
+//! Forward pass of problems in which every query lists the keys that it attends to.
 
 use fmha_core::second::SecondCall;
 use fmha_core::seq::KvRows;
@@ -16,9 +16,9 @@ use crate::tile::Store;
 /// One thread's buffers for O of a token.
 struct Outputs {
     scratch: Scratch,
-    /// O, panels of the head dimension, a row for each head.
+    /// O of a token's heads in blocks of PANEL columns, with a row for each head.
     out: Floats,
-    /// Maximum, sum, and the factor of P, for each head of a panel.
+    /// Running maximum and sum of each of PANEL heads, and the factor of P.
     row_max: Floats,
     row_sum: Floats,
     factors: Floats,
@@ -123,7 +123,7 @@ impl Shared<'_> {
         });
     }
 
-    /// P of the panel of heads from `lane` on, normalised and with dropout, and LSE.
+    /// Computes P of PANEL heads from head `lane` on, normalised and with dropout, and LSE.
     fn softmax<S: Simd>(&self, s: S, state: &mut Outputs, token: Token, lane: usize, results: &Results) {
         let Outputs { scratch, row_max, row_sum, factors, .. } = state;
         let panel = self.panel::<S>(lane, scratch.listed.len());
@@ -138,7 +138,7 @@ impl Shared<'_> {
         s.run(Softmax { panel, scores, state, round: fmha_core::DType::F32, pairs: false });
         factors.fill(0.0);
         for (at, head) in scratch.heads[lane..lane + panel.queries].iter().enumerate() {
-            // SAFETY: PANEL numbers of each; LSE of this row is this task's.
+            // SAFETY: the arrays have PANEL numbers each; no other task writes LSE of this row.
             unsafe {
                 let max = f64::from(*row_max.as_ptr().add(at));
                 let sum = f64::from(*row_sum.as_ptr().add(at));

@@ -43,7 +43,7 @@ const TILE_KEYS: usize = 96;
 /// Operands and derived numbers that every token of a call reads.
 struct Shared<'a> {
     problem: &'a FwdProblem,
-    /// The first cache's lists; `None` if its band and intervals select the keys.
+    /// Lists of the first cache's keys; `None` if its band and intervals select the keys.
     lists: Option<HostLists<'a>>,
     masks: Option<HostMasks<'a>>,
     second: Option<Second<'a>>,
@@ -51,7 +51,7 @@ struct Shared<'a> {
     q: Source,
     k: Cached<'a>,
     v: Cached<'a>,
-    /// Rows of a panel of scores.
+    /// Keys that a panel of scores, `[capacity][PANEL heads]`, has room for.
     capacity: usize,
 }
 
@@ -85,17 +85,17 @@ struct Scratch {
     heads: Vec<HeadScore>,
     /// Conversion tables for rows of K and of V, if the cache's type is narrower than that of the arithmetic.
     planes: [Vec<BytePlanes>; 2],
-    /// Q, `[panels][head_dim_qk][PANEL]`.
+    /// Q of a token's heads, transposed: `[panels][head_dim_qk][PANEL heads]`.
     queries: Floats,
     staging: Floats,
     /// A tile's rows of K or V.
     rows: Floats,
-    /// A tile's rows of V or K, in panels of the head dimension.
+    /// V or K of the keys of a tile, in blocks of PANEL columns of the head dimension.
     columns: Floats,
     gathered: Floats,
-    /// S, later P: a panel `[capacity][PANEL]` for each PANEL of heads.
+    /// S, later P: an array `[capacity][PANEL]` for each PANEL heads, with a row for each key.
     weights: Floats,
-    /// Terms that are added to a panel of scores; later keep factors.
+    /// Terms that are added to the scores of PANEL heads; later dropout's factors of P.
     extra: Floats,
 }
 
@@ -153,7 +153,7 @@ impl<'a> Shared<'a> {
         self.problem.gqa_ratio() as usize
     }
 
-    /// Query heads of a kv head, in whole panels.
+    /// Query heads of a kv head, rounded up to a multiple of PANEL.
     fn lanes<S: Simd>(&self) -> usize {
         self.group().next_multiple_of(S::PANEL)
     }
@@ -299,7 +299,7 @@ impl<'a> Shared<'a> {
         (dim as usize, if self.problem.cache.dtype.is_some() { 1.0 } else { descale })
     }
 
-    /// Loads a tile of the list as dense rows.
+    /// Copies K or V of the listed keys of a tile to dense rows.
     fn load_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, side: Side, tile: std::ops::Range<usize>) {
         let (cols, factor) = self.dim_and_factor(&scratch.heads[0], side);
         let to = scratch.rows.as_mut_ptr();
@@ -309,7 +309,7 @@ impl<'a> Shared<'a> {
         });
     }
 
-    /// Loads a tile of the list in panels of the head dimension, `TILE_KEYS` rows each.
+    /// Copies K or V of the listed keys of a tile to blocks of PANEL columns, `TILE_KEYS` rows each.
     fn load_columns<S: Simd>(&self, s: S, scratch: &mut Scratch, side: Side, tile: std::ops::Range<usize>) {
         let (cols, factor) = self.dim_and_factor(&scratch.heads[0], side);
         let to = scratch.columns.as_mut_ptr();
@@ -350,7 +350,7 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// The panel of heads from `lane` on over the first `rows` rows, all of whose keys are visible.
+    /// The panel of scores of PANEL heads from `lane` on and the first `rows` keys of a tile, all of them visible.
     fn panel<S: Simd>(&self, lane: usize, rows: usize) -> Panel {
         Panel { i: 0, queries: S::PANEL.min(self.group() - lane), j: 0, rows: (0, rows), edge: false }
     }
@@ -369,7 +369,8 @@ impl<'a> Shared<'a> {
             if adds {
                 for (row, &j) in scratch.listed.iter().enumerate() {
                     for (at, head) in heads.iter().enumerate() {
-                        // SAFETY: a row and a lane of the panel; the bias has an element for each query and key.
+                        // SAFETY: `row` and `lane` are inside the panel of scores; the bias has an element for each
+                        // query and key.
                         unsafe {
                             let bias = head.bias.map_or(0.0, |bias| bias.get(token.i as usize, j as usize));
                             let term = head.alibi_term(token.i, j).unwrap_or(bias);
@@ -389,13 +390,13 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Writes keep factors of the panel of heads from `lane` on to `extra`.
+    /// Writes dropout's factor of each P to `extra`, for PANEL heads from head `lane` on.
     fn keep<S: Simd>(&self, scratch: &mut Scratch, token: Token, lane: usize, factor: f32) {
         let live = S::PANEL.min(self.group() - lane);
         for (row, &j) in scratch.listed.iter().enumerate() {
             for (at, head) in scratch.heads[lane..lane + live].iter().enumerate() {
                 let keep = if head.keep.keep(token.i, j) { factor } else { 0.0 };
-                // SAFETY: a row and a lane of the panel.
+                // SAFETY: `row` and `at` are a row and a lane of the array `[capacity][PANEL]`.
                 unsafe { *scratch.extra.as_mut_ptr().add(row * S::PANEL + at) = keep };
             }
         }
@@ -438,12 +439,12 @@ impl<'a> Second<'a> {
     }
 }
 
-/// Soft-cap and terms of a panel of scores, in place.
+/// Applies the soft-cap to the scores of PANEL heads and adds the other terms, in place.
 struct Modify {
     panel: Panel,
     softcap: Option<f32>,
     scores: *mut f32,
-    /// Bias of a panel of heads, added to the scores; `None` without a bias.
+    /// Bias of PANEL heads, added to the scores; `None` without a bias.
     extra: Option<*const f32>,
     /// Output for the soft-cap's derivative `1 - tanh^2`, if it is needed.
     slope: Option<*mut f32>,
@@ -454,7 +455,7 @@ impl<S: Simd> Op<S> for Modify {
     fn call(self, s: S) {
         let Self { panel, softcap, scores, extra, slope } = self;
         for at in (panel.rows.0 * S::PANEL..panel.rows.1 * S::PANEL).step_by(S::LANES) {
-            // SAFETY: rows of panels.
+            // SAFETY: the arrays have PANEL numbers for each of these rows.
             unsafe {
                 let mut x = s.load(scores.add(at));
                 if let Some(softcap) = softcap {
@@ -476,7 +477,7 @@ impl<S: Simd> Op<S> for Modify {
     }
 }
 
-/// `x *= factors[lane]` over the rows of a panel.
+/// `x[row][lane] *= factors[lane]`, over rows of PANEL numbers.
 struct ScaleLanes {
     panel: Panel,
     x: *mut f32,
@@ -488,7 +489,7 @@ impl<S: Simd> Op<S> for ScaleLanes {
     fn call(self, s: S) {
         let Self { panel, x, factors } = self;
         for v in 0..2 {
-            // SAFETY: PANEL factors, rows of a panel.
+            // SAFETY: `factors` and each row of `x` have PANEL numbers.
             unsafe {
                 let factor = s.load(factors.add(v * S::LANES));
                 for row in panel.rows.0..panel.rows.1 {

@@ -69,7 +69,7 @@ impl CodeParts {
         (0..=u8::MAX).all(same).then_some(parts)
     }
 
-    /// Widens a code.
+    /// Converts a code of 8 bits to its number of 16 bits.
     pub(crate) fn of(&self, code: u8) -> u16 {
         let is_special = code & self.special == self.special;
         let exponent = if is_special { 0 } else { code & self.exponent };
@@ -85,12 +85,12 @@ impl CodeParts {
 }
 
 impl BytePlanes {
-    /// Table of `wide`, a number of type `to`, for codes of type `from`.
+    /// Table that converts codes of type `from` to numbers of type `to`, as `wide` does for one code.
     pub(crate) fn of_codes(from: DType, to: DType, wide: impl Fn(u8) -> u16) -> Self {
         Self { parts: CodeParts::new(from, to, &wide), ..Self::new(wide) }
     }
 
-    /// Table of `wide`.
+    /// Table of what `wide` returns for each code.
     pub(crate) fn new(wide: impl Fn(u8) -> u16) -> Self {
         let mut planes = [[0; 256]; 2];
         for byte in 0..=u8::MAX {

@@ -11,7 +11,7 @@ use super::Simd;
 pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    // Bounds first and x second: a NaN in x passes through both.
+    // Operands of `min` and `max`: the bound first and x second, so that a NaN in x passes through both.
     let x = s.min(s.splat(89.0), s.max(s.splat(-88.2), x));
     let n = s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E)));
     let r = s.fma(n, s.splat(-LN2_HIGH), x);
@@ -33,7 +33,7 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
 /// `2^n q(r)` with a quintic q fitted for least relative error on |r| <= 1/2 (7.5e-8 before rounding).
 #[inline(always)]
 pub(crate) fn exp2_coarse<S: Simd>(s: S, x: S::V) -> S::V {
-    // The bound first and x second: a NaN in x passes through.
+    // Operands of `max`: the bound first and x second, so that a NaN in x passes through.
     let bounded = s.max(s.splat(-127.0), x);
     let n = s.round(bounded);
     let r = s.sub(bounded, n);
@@ -63,7 +63,7 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let small = s.fma(s.mul(p, y), x, x);
 
     let one = s.splat(1.0);
-    // tanh equals 1 to the last bit from 10 on; above 88 `exp` would overflow, so x is limited.
+    // tanh(x) is 1 in f32 from |x| = 10 on. `exp` gets 2 |x|, limited to 40, since above 88 it would overflow.
     let e = exp(s, s.min(s.splat(40.0), s.add(magnitude, magnitude)));
     let large = s.sub(one, s.div(s.splat(2.0), s.add(e, one)));
     let signed = s.select_le(s.splat(0.0), x, large, s.sub(s.splat(0.0), large));

@@ -69,7 +69,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const DOTS_OUTRUN_FMAS: bool = false;
     /// Whether [`tile_step`](Self::tile_step) and the other tile methods exist; a panel then has 32 columns.
     const TILES: bool = false;
-    /// Columns of a panel: queries, or a head dimension's.
+    /// Width of a panel, the block in which operands are stored: so many queries, or columns of a head dimension.
     const PANEL: usize = 2 * Self::LANES;
 
     /// A vector.

@@ -191,7 +191,7 @@ impl<S: Simd> Op<S> for Interleaved<'_> {
     #[inline(always)]
     fn call(self, s: S) {
         assert!(self.low.len() >= S::PANEL && self.high.len() >= S::PANEL && self.to.len() >= S::PANEL);
-        // SAFETY: a panel each.
+        // SAFETY: each of the three slices has PANEL elements at least.
         *self.is_moderate =
             unsafe { s.interleave_bf16(self.low.as_ptr(), self.high.as_ptr(), self.to.as_mut_ptr()) };
     }

@@ -1,4 +1,4 @@
-//! Between the caller's strided tensors and the panels of the micro-tile.
+//! Copies between the caller's strided tensors and panels, the blocks of PANEL columns that the micro-tile reads.
 
 pub(crate) mod elem;
 mod pairs;

@@ -74,7 +74,7 @@ impl Matrix {
             for row in (0..rows).step_by(2) {
                 let two = row + 1 < rows;
                 let to = panel.wrapping_add(row / 2 * width);
-                // Absent elements are 0; 32 columns are the widest panel.
+                // Absent elements are 0. A panel has 32 columns at most.
                 let mut edge = [[0u16; 32]; 2];
                 // SAFETY: the caller's promise, element by element.
                 is_moderate &= unsafe {

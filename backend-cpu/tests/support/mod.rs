@@ -34,7 +34,7 @@ impl Random {
     }
 }
 
-/// A tensor's memory: NaN wherever no logical element lies.
+/// A tensor's memory: NaN in gaps and in all rows that are not in use.
 #[derive(Clone)]
 pub struct Tensor {
     pub bytes: Vec<u64>,
@@ -117,7 +117,7 @@ pub struct Inputs {
     pub used_k: Vec<i32>,
 }
 
-/// Physical and logical lengths of a sequence.
+/// For Q and K, the number of rows that a sequence has in memory, and the number of rows in use.
 pub type Lengths = [(u32, u32); 2];
 
 impl Inputs {

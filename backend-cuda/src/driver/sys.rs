@@ -169,7 +169,7 @@ macro_rules! functions {
         #[allow(non_snake_case, reason = "the driver's names")]
         pub(crate) struct Functions {
             $(pub(crate) $name: Option<unsafe extern "C" fn($($type),*) -> Status>,)*
-            /// Keeps the code mapped.
+            /// Keeps the driver's library loaded, so that the functions above stay valid.
             _library: Library,
         }
 

@@ -13,7 +13,7 @@ use crate::Nvrtc;
 use crate::driver::Device;
 use crate::search::libraries;
 
-/// NVIDIA's seat.
+/// NVIDIA as a vendor of the generic GPU backend.
 pub(crate) struct Cuda;
 
 impl Vendor for Cuda {

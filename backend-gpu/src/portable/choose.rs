@@ -62,7 +62,7 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
         1
     }
 
-    /// Sums of the products of a score.
+    /// Arithmetic in which the products of q and k are summed to a score.
     fn sums(_indexer: Option<&Indexer>, _facts: &V::Facts) -> ScoreSums {
         ScoreSums::F32
     }
@@ -163,7 +163,7 @@ impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
     }
 }
 
-/// The recipe of a choice whose indexer's scores are computed by `S`.
+/// The recipe (checks, tile and launches) of a choice of keys whose indexer's scores kernel `S` computes.
 #[derive(Clone, Debug)]
 pub struct Choose<S> {
     chunk: Chunk,
@@ -175,7 +175,7 @@ pub struct Choose<S> {
 /// Wishes of a caller for the launch that chooses.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Number of thread groups for one row's list; `None`: chosen for the device.
+    /// Number of thread groups that make one row's list together; `None`: chosen for the device.
     parts: Option<u32>,
     /// Number of groups of a cluster for one row's list; `None`: chosen for the device.
     cluster: Option<u32>,
@@ -191,7 +191,7 @@ struct Chunk {
     keys: Option<u64>,
     /// Offset of the scores of blocks, unless they are an output.
     blocks: Option<u64>,
-    /// Groups of threads to a row's list.
+    /// Number of thread groups that make one row's list together.
     parts: u32,
     /// Bytes of the histograms of rows that several groups share. They lie first, since each run clears them; the
     /// counts of runs follow.

@@ -1,4 +1,4 @@
-//! Recipes of the kernels that every vendor has: a warp or wave computes one row after another.
+//! Kernels that every vendor has, with their checks and launches: a warp or wave computes one row after another.
 
 mod choose;
 mod combine;
@@ -31,13 +31,13 @@ pub enum RowKernel {
     SimtStats,
     /// Every gradient, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
     SimtBwd,
-    /// [`Simt`](Self::Simt) with masks as data, whose parameters follow the forward's.
+    /// [`Simt`](Self::Simt) with masks as data (tensors), whose parameters follow the forward's.
     MaskedSimt,
     /// [`Simt`](Self::Simt) with scales by blocks, whose parameters follow the forward's.
     ScaledSimt,
-    /// [`SimtStats`](Self::SimtStats) under masks as data.
+    /// [`SimtStats`](Self::SimtStats) with masks as data (tensors).
     MaskedSimtStats,
-    /// [`SimtBwd`](Self::SimtBwd) under masks as data.
+    /// [`SimtBwd`](Self::SimtBwd) with masks as data (tensors).
     MaskedSimtBwd,
     /// Writes the gradients of captured tensors from their sums, for a [`BwdSpec`](fmha_core::spec::BwdSpec): each
     /// lane of a group writes one element.
@@ -45,19 +45,19 @@ pub enum RowKernel {
     /// Writes the statistics of each query row for small outputs, for a [`FwdSpec`](fmha_core::spec::FwdSpec); with
     /// `masked` the masks' parameters follow.
     SmallRows {
-        /// Whether there are masks as data.
+        /// Whether the call has masks as data (intervals, bits, lists of blocks).
         masked: bool,
     },
     /// Writes the greatest score of each head, for a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the
     /// masks' parameters follow, but are not read.
     SmallHeads {
-        /// Whether there are masks as data.
+        /// Whether the call has masks as data (intervals, bits, lists of blocks).
         masked: bool,
     },
     /// Writes each key's sum of probabilities, for a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the
     /// masks' parameters follow.
     SmallKeys {
-        /// Whether there are masks as data.
+        /// Whether the call has masks as data (intervals, bits, lists of blocks).
         masked: bool,
     },
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).

@@ -103,7 +103,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     }
 }
 
-/// The backward in two launches, with a third for gradients of captured tensors.
+/// The backward in two launches, with a third for gradients of tensors that the score function reads (captures).
 #[derive(Clone, Copy, Debug)]
 pub struct SimtBwd(BwdWorkspace);
 

@@ -16,10 +16,10 @@ use crate::steps::Step;
 /// The launch's name in plans.
 pub const NAME: &str = "tile_list";
 
-/// Threads of a group of the launch that makes lists.
+/// Threads of a group of the launch that lists, for each tile, the blocks that it sees.
 pub const THREADS: u32 = 256;
 
-/// A vendor's launch that makes lists.
+/// A vendor's launch that lists, for each tile, the blocks that it sees under masks given as data.
 pub trait ListsTiles {
     /// The launch, with one group for each of `lists` and the arguments `FwdParams`,
     /// [`MaskDataParams`](fmha_core::masks::MaskDataParams), [`TileList`]. It reads only the layouts of Q, K and V
@@ -27,10 +27,10 @@ pub trait ListsTiles {
     fn list_tiles(&self, spec: &FwdSpec, of: TileOf, block: [i32; 2], code: MaskCode, lists: u32) -> Launch;
 }
 
-/// How kernels that read lists of tiles evaluate a mask as code.
+/// How kernels that read lists of blocks evaluate a mask function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaskCode {
-    /// The call has no mask as code.
+    /// The call has no mask function.
     None,
     /// The launch that makes lists, and the kernel in partly masked blocks, evaluate the mask as code for each
     /// pair.
@@ -40,11 +40,11 @@ pub enum MaskCode {
     InBits,
 }
 
-/// Bits of the pairs that a mask as code shows; each word has 32 keys of one query.
+/// Memory for the bits of the pairs that a mask function shows; each word has 32 keys of one query.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct FunctionBits {
     place: u64,
-    /// Words of a query.
+    /// Number of words of a query.
     row: u32,
     /// Number of words of a sequence; 0 if all sequences share them.
     batch: u64,
@@ -55,7 +55,7 @@ abi_struct! {
     /// Kernel argument with the list of each tile: blocks of keys for a tile of queries, or blocks of queries for a
     /// tile of keys. There is one row for each sequence, head of the masks and tile.
     pub struct TileList {
-        /// How many blocks of a row are cut, and how many are whole.
+        /// Number of blocks in each row that the mask hides in part, and number of those that it shows whole.
         pub counts: DevPtr<i32>,
         /// Blocks of a row: partly masked ones from its begin upwards, fully visible ones from its end downwards.
         pub blocks: DevPtr<i32>,
@@ -65,7 +65,7 @@ abi_struct! {
         pub max_blocks: i32,
         /// Number of heads with their own lists in a sequence; 0 if all sequences share the lists.
         pub heads_of_batch: i32,
-        /// Query heads that share a head of the lists.
+        /// Number of query heads that share one head's lists.
         pub heads_ratio: i32,
         /// Rank of each block among the tiles that list it, laid out like `blocks`; after the rows of each head
         /// comes a row of counters. Null if additions have no fixed order.
@@ -85,7 +85,7 @@ pub struct TileListPlan {
     ranks: Option<u64>,
     code: MaskCode,
     bits: Option<FunctionBits>,
-    /// End of the lists' part of the workspace.
+    /// End of the part of the workspace that the lists fill.
     end: u64,
 }
 
@@ -95,7 +95,7 @@ const MOST_LISTS: u64 = (u32::MAX / THREADS) as u64;
 /// Most bytes of lists: they grow with the square of the length, and `sm80` supports the same masks without lists.
 const MOST_BYTES: u64 = 4 << 30;
 
-/// Most bytes of the bits of a mask as code: 32768 queries times 32768 keys.
+/// Most bytes of the bits of a mask function: 32768 queries times 32768 keys.
 const MOST_BYTES_OF_BITS: u64 = 128 << 20;
 
 /// Fewest query heads for which the bits are written once for all heads; with fewer heads kernels evaluate the
@@ -204,7 +204,7 @@ impl TileListPlan {
         (Self { code: MaskCode::InBits, bits, end: bytes, ..self }, Workspace { bytes, ..workspace })
     }
 
-    /// How the kernels evaluate the mask as code.
+    /// How the kernels evaluate the mask function.
     #[must_use]
     pub fn code(&self) -> MaskCode {
         self.code
@@ -228,19 +228,19 @@ impl TileListPlan {
         MaskDataParams { bits, bits_ratio: heads.cast_signed(), ..masks }
     }
 
-    /// Number of (sequence, mask head) pairs that have lists of their own.
+    /// Number of (sequence, head of the mask) pairs, each with lists for its own tiles.
     #[must_use]
     pub fn groups(&self) -> u32 {
         self.rows / self.list.num_tiles.unsigned_abs()
     }
 
-    /// Whether the lists are for such tiles.
+    /// Whether the lists are for tiles of kind `of` with `block` queries and keys.
     #[must_use]
     pub fn is_of(&self, of: TileOf, block: [i32; 2]) -> bool {
         (self.of, self.block) == (of, block)
     }
 
-    /// Lists in memory that begins at `address`.
+    /// The kernel argument with the lists, where the workspace begins at `address`.
     fn at(&self, address: u64) -> TileList {
         let at = |place: u64| DevPtr::new(address + (place - self.counts));
         let ranks = self.ranks.map_or(DevPtr::NULL, at);
@@ -321,7 +321,7 @@ impl TileListPlan {
         Ok((list, masks))
     }
 
-    /// The launch that makes the lists.
+    /// The launch that writes the lists.
     pub fn launch(&self, spec: &FwdSpec, facts: &impl ListsTiles) -> Launch {
         facts.list_tiles(spec, self.of, self.block, self.code, self.rows)
     }
@@ -351,7 +351,7 @@ pub fn serve(problem: &FwdProblem) -> bool {
     !problem.masks.is_empty() || is_listed
 }
 
-/// Whether the mask as code reads the head index.
+/// Whether the mask function reads the head index.
 #[must_use]
 pub fn reads_head(problem: &FwdProblem) -> bool {
     problem.code.mask.as_ref().is_some_and(|mask| reads(mask, Variable::Head))

@@ -34,7 +34,7 @@ macro_rules! functions {
         #[allow(non_snake_case)]
         pub(crate) struct $table {
             $(pub(crate) $name: functions!(@type $kind, unsafe extern "C" fn($($type),*) -> $result),)*
-            /// Keeps the code mapped.
+            /// Keeps the library loaded, so that its functions stay valid.
             _library: Library,
         }
 

@@ -13,7 +13,7 @@ use crate::host::{c_str, dtype, flag, none, size, text};
 use crate::plan::Memory;
 use crate::structs::{FMHA_MAX_RANK, FmhaArgs, FmhaCaptured, FmhaCapturedArgs, FmhaCode};
 
-/// Texts and captures of a problem's [`FmhaCode`].
+/// Texts of a problem's functions, and the tensors and numbers that they capture, as [`FmhaCode`] gives them.
 #[derive(Clone, Debug)]
 pub(crate) struct PointedCode {
     score: Option<Function>,
@@ -146,11 +146,11 @@ impl PointedCode {
     }
 }
 
-/// Captures of a problem, in the order of [`FmhaCode`].
+/// Tensors and numbers that a problem's functions capture, in the order of [`FmhaCode`].
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Captures {
     given: Vec<Planned>,
-    /// Place and type of each number, in the order of the problem's.
+    /// Index and type of each captured number, in the problem's order.
     numbers: Vec<(usize, Type)>,
 }
 
@@ -175,7 +175,7 @@ unsafe fn function(field: &'static str, given: *const c_char) -> Result<Option<F
     }
 }
 
-/// The captures of a struct.
+/// The tensors and numbers that a struct says its functions capture.
 ///
 /// # Safety
 /// As [`PointedCode::read`].
@@ -188,7 +188,7 @@ unsafe fn listed(code: &FmhaCode) -> Result<&[FmhaCaptured]> {
         let text = format!("captured is null, but num_captured is {count}");
         return Err(ProblemError::new("num_captured", text).into());
     }
-    // SAFETY: the caller promised so many.
+    // SAFETY: the caller promised `count` structs at this pointer.
     Ok(unsafe { std::slice::from_raw_parts(code.captured, count as usize) })
 }
 
@@ -215,7 +215,7 @@ impl<'a> CapturedArgs<'a> {
 }
 
 impl Memory {
-    /// Arguments that a run captures.
+    /// Tensors and numbers that a run gives for its functions to read.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
@@ -266,7 +266,7 @@ impl Memory {
         Ok(CapturedArgs { given, tensors, numbers: captures.numbers.iter().map(number).collect() })
     }
 
-    /// Outputs for the gradients of captured tensors.
+    /// Outputs for the gradients of tensors that the score function captures.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
@@ -286,7 +286,7 @@ impl Memory {
     }
 }
 
-/// The type of a captured tensor's memory.
+/// Type in which a captured tensor is stored in memory.
 fn elem(stored: Stored) -> ElemType {
     match stored {
         Stored::F32 => DType::F32.into(),

@@ -357,7 +357,7 @@ pub(crate) unsafe fn parts(args: &FmhaCombineArgs, num_parts: u32) -> Result<&[F
         let text = format!("parts is null, but num_parts is {num_parts}");
         return Err(ProblemError::new("parts", text).into());
     }
-    // SAFETY: the caller promised so many.
+    // SAFETY: the caller promised `num_parts` structs at this pointer.
     Ok(unsafe { std::slice::from_raw_parts(args.parts, num_parts as usize) })
 }
 
@@ -556,7 +556,7 @@ pub(crate) fn seed(args: &FmhaArgs) -> Result<Option<DropoutSeed>, ProblemError>
     Ok(flag("dropout_seeded", args.dropout_seeded)?.then_some(at))
 }
 
-/// Room for later versions.
+/// Checks a field that is reserved for later versions: it must be 0.
 pub(crate) fn none(field: &'static str, value: i32) -> Result<(), ProblemError> {
     if value == 0 { Ok(()) } else { Err(ProblemError::new(field, format!("{field} {value} is not 0"))) }
 }

@@ -1,4 +1,4 @@
-//! Masks as data: a plan reads which masks a call has, and each run passes their tensors.
+//! Masks as data (tensors): a plan reads which masks a call has, and each run passes their tensors.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 

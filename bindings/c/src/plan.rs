@@ -207,7 +207,7 @@ impl FmhaPlan {
         }
     }
 
-    /// The plan for a reader.
+    /// The plan's description, for people to read.
     #[must_use]
     pub fn text(&self) -> &CStr {
         &self.text
@@ -543,7 +543,7 @@ fn wrong_kind(function: &str, planned: &Planned) -> Result<()> {
 pub(crate) struct Memory(MemorySpace);
 
 impl Memory {
-    /// A device's.
+    /// Kind of memory that a device's pointers have.
     pub(crate) fn of(device: &Device) -> Self {
         Self(device.memory().space())
     }

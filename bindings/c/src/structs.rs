@@ -52,7 +52,7 @@ pub const FMHA_NVFP4: i32 = 3;
 
 /// The scale of a tensor is 1, which is not in memory: the default.
 pub const FMHA_SCALE_ONE: i32 = 0;
-/// The scale of a tensor is given.
+/// The caller gives the scale of the whole tensor.
 pub const FMHA_SCALE_GIVEN: i32 = 1;
 /// The scale of a tensor is written: its largest magnitude / 2688.
 pub const FMHA_SCALE_WRITTEN: i32 = 2;
@@ -171,9 +171,9 @@ pub struct FmhaCache {
 pub struct FmhaPart {
     /// sizeof(FmhaPart).
     pub struct_bytes: u64,
-    /// Position of the first query of each sequence.
+    /// Position in the whole of the call's first query; one number for all sequences.
     pub position_q: i64,
-    /// Position of the first key of each sequence.
+    /// Position in the whole of the call's first key; one number for all sequences.
     pub position_k: i64,
     /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
     /// whole ends where the part does.
@@ -195,13 +195,13 @@ pub struct FmhaPart {
 pub struct FmhaLists {
     /// sizeof(FmhaLists).
     pub struct_bytes: u64,
-    /// Entries of a list.
+    /// Entries of each token's list of keys.
     pub topk: i64,
     /// Elements of the indices from sequence to sequence; packed: not used.
     pub batch_stride: i64,
-    /// From token to token.
+    /// Stride from one token's list to the next.
     pub seqlen_stride: i64,
-    /// From kv head to kv head; 0: one list for all.
+    /// Stride from one kv head's list to the next; 0: one list for all.
     pub head_stride: i64,
     /// FMHA_LENGTH_WHOLE, FMHA_LENGTH_PER_SEQUENCE or FMHA_LENGTH_PER_TOKEN.
     pub length: i32,
@@ -214,7 +214,7 @@ pub struct FmhaLists {
     pub lse_without_sink: i32,
 }
 
-/// Most axes of a captured tensor.
+/// Most axes of a tensor that a score or mask function captures.
 pub const FMHA_MAX_RANK: usize = 5;
 
 /// A tensor or a number that a score or a mask captures. Which of both it is, and what its elements are, is said
@@ -256,7 +256,7 @@ pub struct FmhaCode {
     /// Host memory: num_captured tensors or numbers, each name once; null where there are none. A name that no text
     /// reads is refused.
     pub captured: *const FmhaCaptured,
-    /// How many.
+    /// Number of captured tensors and numbers.
     pub num_captured: i64,
 }
 
@@ -291,11 +291,11 @@ pub struct FmhaMasks {
     pub intervals_heads: i64,
     /// Heads of the bits, likewise; 0: no bits.
     pub mask_bits_heads: i64,
-    /// Heads of the lists: 1 or num_heads_q; 0: no lists.
+    /// Heads that have lists of blocks of their own: 1 or num_heads_q; 0: no lists.
     pub lists_heads: i64,
-    /// Queries of a block; 0 where there are no lists.
+    /// Queries of a block of the lists; 0 where there are no lists.
     pub block_q: i64,
-    /// Keys of a block; 0 where there are no lists.
+    /// Keys of a block of the lists; 0 where there are no lists.
     pub block_k: i64,
     /// Indices that a row of kv_indices has room for.
     pub max_blocks: i64,
@@ -400,7 +400,7 @@ pub struct FmhaProblem {
     pub mask: *const c_char,
     /// Factor of Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
     pub softmax_scale: *const f32,
-    /// Bound of the scores, softcap * tanh(score / softcap); null: none.
+    /// Cap of the scores, softcap * tanh(score / softcap); null: none.
     pub softcap: *const f32,
     /// Null: forward; else backward.
     pub gradients: *const FmhaGradients,
@@ -408,11 +408,11 @@ pub struct FmhaProblem {
     pub cache: *const FmhaCache,
     /// Null: the call is whole.
     pub part: *const FmhaPart,
-    /// Null: no score and no mask as code.
+    /// Null: no score function and no mask function.
     pub code: *const FmhaCode,
     /// Lists of keys; null: every query sees the keys of its sequence that the mask leaves visible.
     pub lists: *const FmhaLists,
-    /// Null: no mask as data.
+    /// Null: no masks as data (intervals, bits, lists of blocks).
     pub masks: *const FmhaMasks,
     /// Null: Q, K and V have no scales by blocks.
     pub block_scales: *const FmhaBlockScales,
@@ -464,7 +464,7 @@ pub struct FmhaProblem {
     pub reserved: i32,
 }
 
-/// A captured tensor or number of a run.
+/// A tensor or number that a score or mask function captures, as a run has it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCapturedArgs {
@@ -499,7 +499,7 @@ pub struct FmhaSecondArgs {
     pub block_table: *const i32,
     /// Read: lists of keys of the second cache, in the form of FmhaArgs.indices.
     pub indices: *const i32,
-    /// Read: entries in use of each list.
+    /// Read: number of entries in use of each list.
     pub topk_length: *const i32,
     /// Read: endpoints of the intervals of keys of the second cache, i32.
     pub intervals: *const i32,
@@ -600,9 +600,9 @@ pub struct FmhaArgs {
     pub topk_length: *const i32,
     /// Read: endpoints of the intervals, i32.
     pub intervals: *const i32,
-    /// Read: words of the mask as bits.
+    /// Read: 32-bit words of the mask as bits.
     pub mask_bits: *const u32,
-    /// Read: counts of the blocks that other masks cut.
+    /// Read: number of blocks in each row of the list of blocks that other masks hide in part.
     pub kv_num_blocks: *const i32,
     /// Read: indices of the blocks that kv_num_blocks counts.
     pub kv_indices: *const i32,
@@ -660,7 +660,7 @@ pub struct FmhaCombineProblem {
     pub num_parts: i64,
     /// Sequences.
     pub batch: i64,
-    /// Rows of each.
+    /// Rows of each sequence.
     pub seqlen_q: i64,
     /// Heads.
     pub num_heads_q: i64,
@@ -674,7 +674,7 @@ pub struct FmhaCombineProblem {
     pub dtype_part: i32,
     /// Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_o: i32,
-    /// Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
+    /// How partial results are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
     pub merge: i32,
     /// 1: the combined LSE is written; else 0, which it must be where parts are added.
     pub write_lse: i32,
@@ -720,11 +720,11 @@ pub struct FmhaChooseProblem {
     pub seqlen_q: i64,
     /// Keys of a sequence; of given probabilities, compressed blocks.
     pub seqlen_k: i64,
-    /// Entries of a list; 0: scores alone are written.
+    /// Entries of each list of chosen keys; 0: only scores are written.
     pub topk: i64,
-    /// Heads of q; 0: scores are given.
+    /// Heads of q; 0: the caller gives the scores.
     pub num_heads: i64,
-    /// Elements of a row of q and k; 0 where scores are given.
+    /// Elements of a row of q and k; 0 where the caller gives the scores.
     pub head_dim: i64,
     /// Keys of a page; 0: k is not paged.
     pub page_size: i64,
@@ -746,17 +746,17 @@ pub struct FmhaChooseProblem {
     pub compressed: i64,
     /// Tokens from a compressed block to the next (NSA's d).
     pub stride: i64,
-    /// Tokens of a block that is chosen by sums (NSA's l').
+    /// Tokens of each block that may be chosen, if a block's score is a sum (NSA's l').
     pub selected: i64,
-    /// Blocks that may be chosen by sums.
+    /// Number of blocks that may be chosen, if a block's score is a sum.
     pub num_blocks: i64,
     /// Number of first blocks that are always chosen, whatever their scores.
     pub first_blocks: i64,
     /// Number of last blocks that are always chosen, whatever their scores.
     pub last_blocks: i64,
-    /// Type of q: FMHA_F32, ...; 0 where scores are given.
+    /// Type of q: FMHA_F32, ...; 0 where the caller gives the scores.
     pub dtype_q: i32,
-    /// Type of k: FMHA_F32, ...; 0 where scores are given.
+    /// Type of k: FMHA_F32, ...; 0 where the caller gives the scores.
     pub dtype_k: i32,
     /// FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
     pub candidates: i32,
@@ -787,7 +787,7 @@ pub struct FmhaChooseArgs {
     pub k_scale: *const f32,
     /// Read: paged: i32 [batch, max_pages], the pages of each sequence.
     pub block_table: *const i32,
-    /// Read: given scores, f32 [batch, seqlen_q, seqlen_k].
+    /// Read: scores that the caller gives, f32 [batch, seqlen_q, seqlen_k].
     pub given: *const f32,
     /// Read: i32 [batch], keys in use of each sequence.
     pub seqused_k: *const i32,
@@ -795,7 +795,7 @@ pub struct FmhaChooseArgs {
     pub first: *const i32,
     /// Read: one past the last candidate of each query, as first.
     pub end: *const i32,
-    /// Written: the lists, i32 [batch, seqlen_q, topk].
+    /// Written: list of each query's chosen keys or blocks, i32 [batch, seqlen_q, topk].
     pub indices: *mut i32,
     /// Written: the scores that are chosen among, f32 [batch, seqlen_q, keys or blocks], -inf where there is no
     /// candidate.

@@ -155,7 +155,7 @@ fn captured(name: &CStr) -> FmhaCaptured {
     with!(none, name = name.as_ptr())
 }
 
-/// Slopes of some heads.
+/// Slopes of some heads, as a tensor that a score function captures.
 fn captured_slopes(extent: i64) -> FmhaCaptured {
     let mut slopes = captured(c"slopes");
     (slopes.shape[0], slopes.strides[0], slopes.num_dims) = (extent, 1, 1);
@@ -1250,7 +1250,7 @@ fn parts_of_no_rows_may_be_null() {
 #[test]
 fn null_is_refused_by_name_and_null_plans_drop() {
     let mut plan = null_mut();
-    // SAFETY: null is taken everywhere.
+    // SAFETY: all these functions allow null pointers.
     unsafe {
         assert_ne!(fmha_plan(null(), null(), null(), &raw mut plan), 0);
         assert!(last_error().starts_with("problem is null"));

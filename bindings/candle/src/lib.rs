@@ -78,7 +78,7 @@ pub struct Options {
     pub captured: Vec<(String, Tensor)>,
     /// The numbers that `score_code` and `mask_code` read by name.
     pub numbers: Vec<(String, Number)>,
-    /// Masks as data, besides window and function.
+    /// Masks as data (intervals, bits, lists of blocks), besides window and function.
     pub masks: Masks,
     /// Whether gradients have the same bits on every run.
     pub deterministic: bool,

@@ -1,4 +1,4 @@
-//! A call's score and mask as code, put into the C structs.
+//! A call's score and mask functions, written to the C structs.
 
 use std::ffi::{CStr, c_char};
 use std::ptr;
@@ -46,7 +46,7 @@ impl Coded {
         FmhaCode { captured: self.captured.as_ptr(), ..self.code }
     }
 
-    /// Captures of a run, as long as this lives.
+    /// Tensors and numbers that a run captures; valid as long as `self` lives.
     pub(crate) fn args(&self) -> *const FmhaCapturedArgs {
         if self.args.is_empty() { ptr::null() } else { self.args.as_ptr() }
     }

@@ -1,4 +1,4 @@
-//! Lists of keys, put into the C struct.
+//! Lists of keys of a request, written to the C struct.
 
 use fmha_c::{FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_LENGTH_WHOLE, FmhaArgs, FmhaLists};
 

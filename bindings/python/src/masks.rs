@@ -11,7 +11,7 @@ use crate::tensor::{I32, Tensor, U32};
 // SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
 
-/// Tensors of masks as data.
+/// Slots of the tensors of a call's masks.
 pub(crate) const SLOTS: [Slot; 6] = [
     Slot::Intervals,
     Slot::MaskBits,

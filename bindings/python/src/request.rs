@@ -74,7 +74,7 @@ slots! {
     RotaryCos = "rotary_cos",
     /// `[max_pos, rotary_dim / 2]`.
     RotarySin = "rotary_sin",
-    /// u32 (or i32) `[batch, seqlen_q, words]`, packed `[total_q, words]`.
+    /// Words of the tree mask, u32 (or i32) `[batch, seqlen_q, words]`, packed `[total_q, words]`.
     TreeMask = "tree_mask",
     /// Gradient of O.
     Dout = "dout",
@@ -98,13 +98,13 @@ slots! {
     Intervals = "intervals",
     /// Bits of keys, u32 (or i32) `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`.
     MaskBits = "mask_bits",
-    /// Counts of the blocks that other masks cut, i32 `[batch or 1, heads, blocks_q]`.
+    /// Number of blocks in each row that other masks hide in part, i32 `[batch or 1, heads, blocks_q]`.
     KvNumBlocks = "kv_num_blocks",
-    /// Their indices, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
+    /// Indices of the blocks that other masks cut, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
     KvIndices = "kv_indices",
     /// Counts of the blocks that are seen as a whole, likewise.
     FullKvNumBlocks = "full_kv_num_blocks",
-    /// Their indices.
+    /// Indices of the blocks that are seen as a whole, laid out like `kv_indices`.
     FullKvIndices = "full_kv_indices",
     /// Each row's greatest score, f32 of LSE's shape: written.
     RowMax = "row_max",
@@ -130,7 +130,7 @@ macro_rules! numbers {
             }
         }
 
-        /// Name and schema type of each number, in order.
+        /// Fields of `Numbers` in order: the name of each, and the type that torch's operator schema has for it.
         pub const NUMBERS: &[(&str, &str)] = &[$((stringify!($field), $schema)),+];
 
         impl Numbers {
@@ -261,7 +261,7 @@ pub const ROW_INVARIANT: i64 = 512;
 /// Lists of tiles that a mask as code makes serve later calls too: nobody captures this one.
 pub const KEEPS_LISTS: i64 = 1024;
 
-/// A tensor or a number that a score or a mask as code captures.
+/// A tensor or a number that a score or mask function captures.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Captured {
@@ -277,7 +277,7 @@ pub struct Captured {
     pub integer: i64,
 }
 
-/// A score and a mask as code.
+/// A call's score and mask functions.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Code {
@@ -287,11 +287,11 @@ pub struct Code {
     pub mask: *const c_char,
     /// Tensors and scalars that both functions capture.
     pub captured: *const Captured,
-    /// How many.
+    /// Number of captured tensors and numbers.
     pub num_captured: i64,
 }
 
-/// Lists of keys in place of all keys.
+/// Lists of the keys that each query attends to, in place of all keys.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Lists {
@@ -299,7 +299,7 @@ pub struct Lists {
     pub indices: Tensor,
     /// i32 `[batch]`, or `[batch, seqlen_q]`, packed `[total_q]`; [`Tensor::ABSENT`]: every entry is in use.
     pub topk_length: Tensor,
-    /// Keys of an entry.
+    /// Number of keys for which one list entry stands.
     pub block: i64,
     /// 1: entries are addresses in K's pages.
     pub addresses: i64,
@@ -333,7 +333,7 @@ pub struct Request {
     pub numbers: Numbers,
     /// A stream of the device, 0: its default one.
     pub stream: i64,
-    /// A score and a mask as code; null: none. It outlives the request.
+    /// A call's score and mask functions; null: none. They outlive the request.
     pub code: *const Code,
     /// Lists of keys; null: none. They outlive the request.
     pub lists: *const Lists,

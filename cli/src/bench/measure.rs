@@ -14,7 +14,7 @@ use crate::report::{Speed, work_of};
 use crate::setup::Setup;
 use crate::timing::{Burst, Timing, back_to_back, is_emulated};
 
-/// Way in which calls are timed.
+/// How calls are timed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Protocol {
     Burst(Burst),

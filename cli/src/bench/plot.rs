@@ -126,7 +126,7 @@ fn style(index: usize) -> (RGBColor, u32) {
     (COLOURS[index % COLOURS.len()], if index == 0 { 3 } else { 1 })
 }
 
-/// Place of each name in the legend: x, and its line.
+/// Position of each name in the legend: x, and the line on which it is.
 fn places(series: &[Series], width: i32) -> Vec<(i32, i32)> {
     let (mut x, mut line) = (LEFT as i32 + 8, 0);
     series

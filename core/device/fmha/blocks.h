@@ -13,7 +13,7 @@ struct Blocks {
 FMHA_DEVICE Blocks blocks_of(Range seen, Range sinks, int32_t columns) {
   const int32_t first = seen.begin / columns, end = ceil_div(seen.end, columns);
   Blocks blocks = {first, seen.empty() ? 0 : end - first, ceil_div(sinks.end, columns)};
-  // Blocks that the band walks already have their sink columns.
+  // Blocks inside the band show their sink columns already.
   if (blocks.num > 0) blocks.num_sinks = min(blocks.num_sinks, first);
   return blocks;
 }

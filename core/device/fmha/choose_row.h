@@ -18,7 +18,7 @@ namespace fmha::choose {
 constexpr int32_t kWhole = 0, kTopDigit = 1, kMiddleDigit = 2, kLowDigit = 3, kCounts = 4, kLists = 5;
 
 constexpr int32_t kTopBits = 8, kLowBits = 12, kTopBins = 1 << kTopBits, kLowBins = 1 << kLowBits;
-// Words of a row's histograms in memory.
+// Number of words of a row's histograms in memory.
 constexpr int32_t kRowBins = kTopBins + 2 * kLowBins;
 
 // `Group`: a vendor's group of threads (`threads`, `thread()`, `index()`, `number()`, `barrier()`; `add()` in shared
@@ -234,7 +234,7 @@ struct RowChooser {
     });
   }
 
-  // A row's list by one group.
+  // One group of threads makes a row's whole list.
   FMHA_DEVICE void whole(int32_t* list) const {
     if (has_all(list)) return;
     uint32_t smallest = 0, wanted = uint32_t(p.topk);

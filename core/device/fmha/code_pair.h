@@ -9,7 +9,7 @@
 
 namespace fmha::code {
 
-// The type of a captured tensor's elements.
+// Element type of a tensor that a function captures.
 enum class Stored { F32, F16, Bf16, I32, I64, Bool };
 
 // `Layout`, by the place of a capture in its function: the first word (`word`), axes (`rank`), the type (`stored`), and
@@ -48,7 +48,7 @@ struct CodePair {
       default: return element<uint8_t>(i, at) != 0;
     }
   }
-  // An element of the gradient of a captured tensor, which is dense.
+  // Index of an element in the gradient of a captured tensor, which is dense.
   FMHA_DEVICE int64_t dense_place(int i, const int64_t* at) const {
     int64_t place = 0;
 #pragma unroll

@@ -66,7 +66,7 @@ FMHA_DEVICE float scaled_output(float factor, const FwdParams& p, int32_t i_batc
   return factor;
 }
 
-// Place of a row of O and LSE: the call's, or a part's.
+// Where a row of O and LSE lies: in the call's output, or in a part's.
 struct OutputRow {
   int32_t batch, row, i_head;
 

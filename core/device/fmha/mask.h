@@ -16,7 +16,7 @@ struct MaskBand {
   int32_t lo, hi, sink_columns;
 };
 
-// Half-open.
+// A half-open range of indices.
 struct Range {
   int32_t begin, end;
   FMHA_DEVICE bool empty() const { return begin >= end; }

@@ -38,7 +38,7 @@ FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, QLayout q_layout, KvKind kv_
     span.k_row = rows.first;
     span.seqlen_k = rows.count;
   }
-  // Logical lengths are clamped to the physical ones.
+  // seqused_q and seqused_k are clamped to the rows that exist.
   if (p.seqused_q) span.seqlen_q = clamp(p.seqused_q[i_batch], 0, span.seqlen_q);
   if (p.seqused_k) span.seqlen_k = clamp(p.seqused_k[i_batch], 0, span.seqlen_k);
   // A pool of 0 pages holds no keys, so lengths are 0.

@@ -145,7 +145,7 @@ pub struct CompilerOutput {
     pub machine: Vec<u8>,
     /// Assembly text; empty where the compiler has none to give.
     pub assembly: Vec<u8>,
-    /// The compiler's words.
+    /// Text that the compiler printed.
     pub log: String,
     /// Resources that the kernel needs.
     pub resources: ResourceUsage,
@@ -165,7 +165,7 @@ pub trait Compiler {
     /// Compiles.
     ///
     /// # Errors
-    /// [`Error::Compile`] with the compiler's words.
+    /// [`Error::Compile`] with the text that the compiler printed.
     fn compile(&self, job: &KernelJob) -> Result<CompilerOutput>;
 }
 
@@ -196,13 +196,13 @@ pub struct CompiledKernel {
     pub compiler: String,
     /// [`Compiler::own_flags`] of the compiler that made the kernel; flags of the job are part of `key`.
     pub own_flags: Vec<String>,
-    /// The translation unit, for readers; the headers are only part of `key`.
+    /// Text of the translation unit, for people to read; the headers are only part of `key`.
     pub entry: String,
     /// Machine code.
     pub machine: Vec<u8>,
     /// Assembly text; empty where it was not kept.
     pub assembly: Vec<u8>,
-    /// The compiler's words.
+    /// Text that the compiler printed.
     pub log: String,
     /// Resources that the kernel needs.
     pub resources: ResourceUsage,

@@ -75,7 +75,7 @@ abi_struct! {
         pub head: i64,
         /// Bytes of a key's row if the cache has rows of bytes, otherwise 0.
         pub row_bytes: i64,
-        /// Entries of a list.
+        /// Entries of each token's list of keys.
         pub topk: i32,
         /// Number of keys for which one list entry stands.
         pub block: i32,

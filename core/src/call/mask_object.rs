@@ -13,9 +13,9 @@ use crate::problem::{Code, FwdProblem};
 /// Whether a tile's rows are queries or keys. The list of a tile has blocks of the other kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileOf {
-    /// Queries, as forward.
+    /// Tiles of queries, as in the forward.
     Queries,
-    /// Keys, as backward.
+    /// Tiles of keys, as in the backward.
     Keys,
 }
 
@@ -56,13 +56,13 @@ pub struct ListsCall<'a, P: Problem> {
     pub problem: &'a P,
     /// Lengths.
     pub seq: &'a SeqArgs<'a>,
-    /// Masks as data.
+    /// Tensors of the masks.
     pub masks: &'a MaskArgs<'a>,
     /// Numbers that functions capture.
     pub numbers: &'a [Number],
-    /// Which of the plan's lists.
+    /// Lists of tiles that are to be made, one of those that the plan has.
     pub list: TileLists,
-    /// Address to which the lists are written.
+    /// Address in device memory to which the lists are written.
     pub address: u64,
     /// The queue, by the driver's own handle.
     pub stream: u64,

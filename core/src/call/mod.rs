@@ -151,19 +151,19 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
-    /// The problem's score and mask as code.
+    /// The problem's score and mask functions.
     #[doc(hidden)]
     fn code(&self) -> Option<&Code> {
         None
     }
 
-    /// The problem's masks as data.
+    /// The problem's masks that tensors give (intervals, bits, lists of blocks).
     #[doc(hidden)]
     fn masks(&self) -> Option<&Masks> {
         None
     }
 
-    /// A call's masks as data.
+    /// The tensors of a call's masks.
     #[doc(hidden)]
     fn mask_args<'a>(_args: &'a Self::Args<'_>) -> Option<&'a MaskArgs<'a>> {
         None
@@ -197,7 +197,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
-    /// Wanted gradients of the tensors that a score as code captures.
+    /// Gradients that the problem wants of the tensors that its score function captures.
     #[doc(hidden)]
     fn captured_gradients(&self) -> &[CapturedGrad] {
         &[]

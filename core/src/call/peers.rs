@@ -11,7 +11,7 @@ pub enum Word {
     /// Writes a value to a word, after everything that the stream has queued before is visible to every
     /// device.
     Write {
-        /// The word.
+        /// Address of the 32-bit word.
         at: u64,
         /// Value to write to the word.
         value: u32,

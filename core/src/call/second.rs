@@ -61,7 +61,7 @@ impl<'a> SecondCall<'a> {
         checked_spans(&self.problem, &self.seq).map_err(named)
     }
 
-    /// Masks as data of the second cache.
+    /// Tensors of the second cache's masks.
     #[must_use]
     pub fn masks(&self) -> MaskArgs<'a> {
         MaskArgs::default().intervals(self.args.intervals)
@@ -88,7 +88,7 @@ abi_struct! {
     pub struct KeySetParams {
         /// Addresses and sizes of the second cache's keys, and the queries.
         pub call: FwdParams,
-        /// Lists of the second cache's keys.
+        /// Parameters of the lists of the second cache's keys.
         pub lists: ListParams,
         /// Intervals of the cache's keys; other masks as data are not supported here.
         pub masks: MaskDataParams,
@@ -102,7 +102,7 @@ abi_struct! {
 abi_struct! {
     /// Two caches in one softmax, beside the [`FwdParams`] of the first.
     pub struct TwoCachesParams {
-        /// List of the first cache.
+        /// Parameters of the lists of the first cache's keys.
         pub lists: ListParams,
         /// Intervals of the first cache.
         pub masks: MaskDataParams,

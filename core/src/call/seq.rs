@@ -1,11 +1,11 @@
-//! Sequences (of equal lengths, packed or paged; physical or logical) and where the rows of each lie.
+//! Sequences, of equal lengths, packed or paged, and where the rows of each lie in memory.
 
 use crate::args::SeqArgs;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{KvLayout, QLayout, Totals};
 use crate::problem::FwdProblem;
 
-/// One sequence, resolved: where its rows start, and its logical lengths.
+/// One sequence of a call: where its rows start in each tensor, and how many queries and keys it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SeqSpan {
     /// The sequence's index: the batch coordinate of masks, biases, descales and dropout.
@@ -14,14 +14,14 @@ pub struct SeqSpan {
     pub q_batch: u32,
     /// First row in Q and O.
     pub q_row: u32,
-    /// Logical queries.
+    /// Number of the sequence's queries; its memory may have room for more rows.
     pub seqlen_q: u32,
     /// The batch index to address K and V with: `i_batch`, or 0 when packed. Paged keys lie where
     /// [`KvRows`] says.
     pub k_batch: u32,
     /// First row in K and V; 0 when paged.
     pub k_row: u32,
-    /// Logical keys, new ones included.
+    /// Number of keys of the sequence, new ones included; its memory may have room for more rows.
     pub seqlen_k: u32,
     /// Number of the sequence's keys that are in the cache before the call.
     pub seqlen_cached: u32,
@@ -42,10 +42,10 @@ impl SeqSpan {
     }
 }
 
-/// How a length, or appended rows, beyond the sequence's physical rows are treated.
+/// How a length, or appended rows, beyond the rows that a sequence has in memory are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lying {
-    /// The length is clamped to the physical rows, as kernels do (`fmha/seq.h`, `fmha/update_cache.h`).
+    /// The length is clamped to the rows in memory, as kernels do (`fmha/seq.h`, `fmha/update_cache.h`).
     Clamped,
     Refused,
 }
@@ -326,13 +326,13 @@ struct Side {
 }
 
 impl Side {
-    /// Physical rows that one sequence may use. The offsets have been checked.
+    /// Number of rows in memory that one sequence may use. The offsets have been checked.
     fn room(&self, i: usize, cu: Option<&[i32]>) -> u32 {
         let physical = cu.map_or(self.longest, |cu| (cu[i + 1] - cu[i]).unsigned_abs());
         physical.min(self.longest)
     }
 
-    /// First row and logical length of one sequence.
+    /// First row of one sequence, and number of its rows that are in use.
     fn rows(
         &self,
         i: usize,

@@ -8,7 +8,7 @@ use crate::seq::SeqSpan;
 #[derive(Clone, Copy, Debug)]
 pub struct TreeMask<'a> {
     words: &'a [u8],
-    /// Words of a query's row.
+    /// Number of u32 words in a query's row of the tree mask.
     row_words: u32,
     /// Number of queries of a sequence; with packed rows the batch index is 0.
     rows: u32,

@@ -23,16 +23,16 @@ pub enum Interval {
     },
     /// Integer range, both ends included.
     Int {
-        /// The smallest.
+        /// The smallest value.
         lo: i64,
-        /// The largest.
+        /// The largest value.
         hi: i64,
     },
     /// Float range, both ends included, infinities too.
     Float {
-        /// The smallest.
+        /// The smallest value.
         lo: f64,
-        /// The largest.
+        /// The largest value.
         hi: f64,
         /// Whether the value may be NaN.
         nan: bool,
@@ -108,13 +108,13 @@ impl Interval {
 /// A tile of pairs of one sequence and head, or of all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tile {
-    /// Sequences.
+    /// Indices of the tile's sequences.
     pub b: Range<u32>,
-    /// Query heads.
+    /// Indices of the tile's query heads.
     pub h: Range<u32>,
-    /// Rows, at least one.
+    /// Positions of the tile's queries, at least one.
     pub q: Range<u32>,
-    /// Keys, at least one.
+    /// Positions of the tile's keys, at least one.
     pub k: Range<u32>,
     /// Queries of the sequences: from the least to the most.
     pub seqlen_q: (u32, u32),
@@ -129,11 +129,11 @@ pub enum Seen {
     Nothing,
     /// Every pair: the tile needs no mask.
     Everything,
-    /// The mask shows some pairs of the tile, or it is not known.
+    /// The mask shows some pairs of the tile and hides others, or this is not known.
     Part,
 }
 
-/// Known ranges of captured values. The default knows their types alone.
+/// Ranges of the values that a function captures, where they are known. By default only their types are.
 pub trait Ranges {
     /// Values of a captured number.
     fn number(&self, _capture: usize) -> Option<Interval> {
@@ -199,7 +199,7 @@ impl Ranges for [Captured<'_>] {
 pub struct Bounds(Vec<Interval>);
 
 impl Bounds {
-    /// Bounds each node of a graph.
+    /// Bounds the value of each node of a graph over all pairs of a tile.
     #[must_use]
     pub fn new(graph: &Graph, tile: &Tile, ranges: &(impl Ranges + ?Sized)) -> Self {
         let mut all: Vec<Interval> = Vec::with_capacity(graph.nodes().len());

@@ -10,7 +10,7 @@ use super::graph::{Binary, Graph, Id, Node, Type, Unary, Variable};
 /// Derivative of the score by an element that it reads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CaptureSlope {
-    /// The place of the capture among [`Graph::captures`] of the slopes.
+    /// Index of the captured tensor or number among [`Graph::captures`].
     pub capture: usize,
     /// The element's indices; none of a captured number.
     pub at: Vec<Id>,
@@ -21,7 +21,7 @@ pub struct CaptureSlope {
 /// The derivatives of a score at a pair.
 #[derive(Clone, Debug)]
 pub struct Slopes {
-    /// Graph of all expressions. Captures keep the names that the function has.
+    /// Graph of all expressions. Captured tensors and numbers keep the names that they have in the function.
     pub graph: Graph,
     /// `d score / d s`.
     pub score: Id,

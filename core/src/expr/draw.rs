@@ -47,7 +47,7 @@ pub enum Kind {
     Any,
     /// Operations without jumps or steep growth in the score, for comparisons after a softmax.
     Tame,
-    /// Operations of [`Kind::Tame`], without captures.
+    /// Operations of [`Kind::Tame`], without captured tensors and numbers.
     Bare,
 }
 

@@ -56,7 +56,7 @@ pub enum Number {
     Int(i64),
 }
 
-/// A captured tensor in host memory.
+/// A tensor in host memory that a function captures.
 #[derive(Clone, Copy, Debug)]
 pub struct HostTensor<'a> {
     /// Memory, from the first element on.
@@ -152,7 +152,8 @@ impl Rounding {
 }
 
 impl Function {
-    /// The value at a pair; `captured` holds what each of [`captures`](Function::captures) is.
+    /// The function's value at a (query, key) pair; `captured` has the value of each of its
+    /// [`captures`](Function::captures).
     #[must_use]
     pub fn eval(&self, pair: &Pair, captured: &[Captured<'_>], rounding: Rounding) -> Value {
         eval(self.graph(), pair, captured, rounding)[self.root().index()]

@@ -9,12 +9,13 @@ use super::graph::{Binary, CaptureKind, Graph, Id, Node, Stored, Type, Unary, Va
 use super::{ExprError, Function};
 use crate::mask::MaskAlign;
 
-/// Bounds of `k - q`, less `seqlen_k - seqlen_q` where the diagonal ends at the last key; both included.
+/// Limits of the distance `k - q` between key and query, less `seqlen_k - seqlen_q` where the diagonal ends at the
+/// last key; both included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// The least; `None`: all.
+    /// The least distance `k - q` that is visible; `None`: no limit.
     pub lo: Option<i64>,
-    /// The greatest; `None`: all.
+    /// The greatest distance `k - q` that is visible; `None`: no limit.
     pub hi: Option<i64>,
 }
 
@@ -25,7 +26,7 @@ impl Limits {
         self == Self::default()
     }
 
-    /// Bounds of pairs that both show.
+    /// Limits of the distances that both show: the greater of the lower ends, the smaller of the upper ends.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         let both = |a: Option<i64>, b: Option<i64>, of: fn(i64, i64) -> i64| match (a, b) {
@@ -35,7 +36,7 @@ impl Limits {
         Self { lo: both(self.lo, other.lo, i64::max), hi: both(self.hi, other.hi, i64::min) }
     }
 
-    /// Bounds of a distance that is `by` more.
+    /// Limits of a distance that is greater by `by`.
     #[must_use]
     pub fn moved(self, by: i64) -> Self {
         Self { lo: self.lo.map(|lo| lo.saturating_add(by)), hi: self.hi.map(|hi| hi.saturating_add(by)) }
@@ -45,9 +46,9 @@ impl Limits {
 /// A mask as a band and the rest of it: a pair is seen iff all of them show it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bands {
-    /// Bounds of the diagonal from the first key.
+    /// Limits of a key's distance from the diagonal that starts at the first key.
     pub top_left: Limits,
-    /// Bounds of the diagonal to the last key.
+    /// Limits of a key's distance from the diagonal that ends at the last key.
     pub bottom_right: Limits,
     /// Function of what is no bound; `None`: nothing is left.
     pub rest: Option<Function>,
@@ -60,14 +61,14 @@ pub struct ScoreForm {
     pub factor: f64,
     /// `softcap * tanh(x / softcap)` of that.
     pub softcap: Option<f32>,
-    /// Term that is added.
+    /// ALiBi's term, which is added to the score.
     pub alibi: Option<AlibiTerm>,
 }
 
-/// `-slopes[h] * distance`, of a captured tensor.
+/// ALiBi's term `-slopes[h] * distance`, where the slopes are a captured tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AlibiTerm {
-    /// The tensor, by its place among the function's captures; its elements are f32.
+    /// Index of the slopes tensor among the function's captures; its elements are f32.
     pub capture: usize,
     /// Whether it is read by sequence and head; else by head.
     pub per_batch: bool,
@@ -250,7 +251,7 @@ impl<'a> Forms<'a> {
         all
     }
 
-    /// Bounds that a comparison says, and of which diagonal.
+    /// Limits of a key's distance from a diagonal, if comparison `id` is `is_true`, and which diagonal that is.
     fn limits(&self, id: Id, is_true: bool) -> Option<(Limits, MaskAlign)> {
         let Node::Binary(op, a, b) = *self.graph.node(id) else { return None };
         if self.graph.type_of(a) != Type::Int {
@@ -271,7 +272,7 @@ impl<'a> Forms<'a> {
         self.linear[id.index()].and_then(Linear::as_whole)
     }
 
-    /// Bounds of `|x| op most`.
+    /// Limits of the distance x for which `|x| op most` holds, and the diagonal from which x counts.
     fn within(&self, x: Id, op: Binary, most: i64) -> Option<(Limits, MaskAlign)> {
         let most = match op {
             Binary::Le => most,
@@ -354,7 +355,7 @@ impl<'a> Forms<'a> {
     }
 }
 
-/// Bounds of x where `less op 0`.
+/// Limits of a key's distance from a diagonal for which `less op 0` holds, and which diagonal that is.
 fn limits(less: Linear, op: Binary) -> Option<(Limits, MaskAlign)> {
     let (factor, align) = less.of_distance()?;
     let (factor, rest, op) =

@@ -26,7 +26,7 @@ impl fmt::Display for Type {
     }
 }
 
-/// The type of a captured tensor's elements.
+/// Element type of a tensor that a function captures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Stored {
     /// f32.
@@ -124,7 +124,7 @@ impl fmt::Display for CaptureKind {
     }
 }
 
-/// Most axes of a captured tensor.
+/// Most axes of a tensor that a function captures.
 pub const MAX_RANK: usize = 5;
 
 /// Something that a function reads, by name.
@@ -455,9 +455,9 @@ pub enum Node {
     Int(i64),
     /// A constant: the bits of an f32.
     Float(u32),
-    /// A captured number, by its place among [`Graph::captures`].
+    /// A number that the function captures, by its index in [`Graph::captures`].
     Number(u32),
-    /// An element of a captured tensor, by an integer for each axis.
+    /// An element of a captured tensor: the tensor's index in [`Graph::captures`], and an integer for each axis.
     Load(u32, Box<[Id]>),
     /// An operation on one operand.
     Unary(Unary, Id),
@@ -511,7 +511,8 @@ impl Node {
 /// The quiet NaN that every NaN constant is.
 pub(super) const NAN: u32 = 0x7fc0_0000;
 
-/// A graph: nodes, each once and after its operands, and its captures.
+/// A graph of expressions: nodes, each once and after its operands, and the tensors and numbers that they read
+/// (captures).
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     nodes: Vec<Node>,
@@ -527,7 +528,7 @@ impl Graph {
         &self.nodes
     }
 
-    /// The captures, in the order of their first use.
+    /// Tensors and numbers that the graph reads, in the order of their first use.
     #[must_use]
     pub fn captures(&self) -> &[Capture] {
         &self.captures
@@ -716,7 +717,7 @@ impl Graph {
         Ok((to, roots))
     }
 
-    /// Adds what `roots` of another graph are made of.
+    /// Adds `roots` of another graph and all nodes that they need.
     ///
     /// # Errors
     /// A name that is two captures.

@@ -123,7 +123,7 @@ impl Function {
         Ok(Self(Arc::new(Parts { graph, root })))
     }
 
-    /// The function's nodes and captures.
+    /// Nodes of the function's expressions, and the tensors and numbers that it captures.
     #[must_use]
     pub fn graph(&self) -> &Graph {
         &self.0.graph
@@ -135,7 +135,7 @@ impl Function {
         self.0.root
     }
 
-    /// Captures of the function, in the order of first use.
+    /// Tensors and numbers that the function captures, in the order of first use.
     #[must_use]
     pub fn captures(&self) -> &[Capture] {
         self.0.graph.captures()

@@ -605,7 +605,7 @@ fn load<I: IntLane>(
 }
 
 impl Number {
-    /// Type of the captured value.
+    /// Type of the captured number, or of the captured tensor's elements, as the program computes with it.
     #[must_use]
     pub fn value_type(self) -> Type {
         match self {

@@ -159,7 +159,7 @@ fn check_name(name: &str) -> Result<(), ExprError> {
     Err(ExprError::new(format!("capture {name:?}: {why}")))
 }
 
-/// The elements of a captured tensor, and the values that they are read as.
+/// Element type of a captured tensor, and the type with which functions compute when they read an element.
 pub trait Element: 'static {
     /// Type of a read value: [`Float`], [`Int`] or [`Bool`].
     type Value: Copy + 'static;
@@ -204,7 +204,7 @@ pub struct Tensor<E: Element, const RANK: usize> {
 }
 
 impl<E: Element, const RANK: usize> Tensor<E, RANK> {
-    /// The captured tensor of this name; its extents come with the problem.
+    /// The captured tensor of this name. The problem states its extents.
     #[must_use]
     pub fn new(name: &str) -> Self {
         const { assert!(RANK <= super::MAX_RANK, "a captured tensor has at most MAX_RANK axes") };

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::draw::{self, CAPTURED, Draw, Kind, NUMBERS};
 use super::*;
 
-/// Memory of drawn captures, of which a call's are made.
+/// Memory from which the tensors of random captures are made.
 struct Memory {
     tensors: Vec<(Vec<u8>, Vec<u32>, Vec<i64>)>,
     numbers: [Number; 2],

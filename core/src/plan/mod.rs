@@ -124,7 +124,7 @@ struct Sealed<P: Problem> {
 pub(crate) struct Folded<P> {
     /// The problem that is computed.
     pub(crate) problem: P,
-    /// Place of the captured tensor that is the call's ALiBi slopes.
+    /// Index of the captured tensor that holds the call's ALiBi slopes.
     pub(crate) slopes: Option<usize>,
 }
 
@@ -415,7 +415,7 @@ impl<P: Problem> Plan<P> {
             && !self.tile_lists().is_empty()
     }
 
-    /// Lists of tiles that the plan's launches walk under masks.
+    /// Lists of each tile's visible blocks, which the plan's launches read under masks given as data.
     pub(crate) fn tile_lists(&self) -> Vec<TileLists> {
         let Sealed { launch, has_no_sequence, .. } = &*self.0;
         if *has_no_sequence { Vec::new() } else { launch.tile_lists() }

@@ -181,7 +181,7 @@ pub struct Promises {
     pub graph_capturable: bool,
     /// Treatment of the running maximum.
     pub accuracy: Accuracy,
-    /// Arithmetic that sums a score's products. LSE is as exact as the scores.
+    /// Arithmetic in which the products of q and k are summed to a score. LSE is as exact as the scores.
     pub score_sums: ScoreSums,
 }
 

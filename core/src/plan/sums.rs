@@ -6,7 +6,7 @@ use num_traits::Float;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ScoreSums {
-    /// Sums in f32, in any order, each rounded.
+    /// Sums in f32: additions in any order, each rounded.
     #[default]
     F32,
     /// Sums of a matrix unit that adds some products to the sum so far in one step. First the unit truncates each
@@ -15,7 +15,7 @@ pub enum ScoreSums {
     /// bits, or to those of f32 if they are fewer. Such errors do not cancel: they grow with the largest partial
     /// sum, not with the score.
     Cut {
-        /// Products of a step.
+        /// Number of products that are summed in one step.
         products: u8,
         /// Number of bits kept, counted from the largest exponent.
         bits: u8,

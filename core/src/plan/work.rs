@@ -16,7 +16,7 @@ pub struct Work {
     pub fwd_flops: u64,
     /// Floating-point operations of the five products backward: `2 (3 head_dim_qk + 2 head_dim_v)` a pair.
     pub bwd_flops: u64,
-    /// Bytes of Q, K, V and O, with each logical element counted once.
+    /// Bytes of Q, K, V and O, with each element in use counted once.
     pub fwd_bytes: u64,
 }
 

@@ -36,7 +36,7 @@ const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 pub struct E2m1Pair(u8);
 
 impl E2m1Pair {
-    /// Largest number.
+    /// Largest number that an element can have.
     pub const MAX: f32 = 6.0;
 
     /// Makes a pair from its byte.
@@ -45,7 +45,7 @@ impl E2m1Pair {
         Self(bits)
     }
 
-    /// The byte.
+    /// The byte with both elements.
     #[must_use]
     pub const fn to_bits(self) -> u8 {
         self.0
@@ -382,7 +382,7 @@ impl BlockFormat {
         Ok(elems / width)
     }
 
-    /// Place of an element's scale.
+    /// Index of the scale of element (`row`, `d`).
     fn scale_at(self, row: usize, d: usize, dim: usize, axis: BlockAxis) -> usize {
         let block = self.block_size() as usize;
         match axis {

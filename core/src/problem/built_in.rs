@@ -14,7 +14,7 @@ use crate::score::Bias;
 pub struct BuiltIn<P> {
     /// The problem.
     pub problem: P,
-    /// Place of the captured tensor that its ALiBi slopes are.
+    /// Index of the captured tensor that holds its ALiBi slopes.
     pub slopes: Option<usize>,
     /// Text for people on what became of the functions.
     pub words: String,

@@ -38,7 +38,8 @@ pub struct BwdProblem {
     pub dv: Strides,
     /// The gradient of the elementwise bias, if wanted. All of it is written: 0 where no score used an element.
     pub dbias: Option<BiasGrad>,
-    /// Gradients of captured tensors of the score, in the order of [`BwdArgs::dcaptured`](crate::BwdArgs::dcaptured).
+    /// Gradients of tensors that the score function captures, in the order of
+    /// [`BwdArgs::dcaptured`](crate::BwdArgs::dcaptured).
     pub dcaptured: Vec<CapturedGrad>,
     /// Whether the gradient of the sinks is written, f32 `[num_heads_q]`.
     pub write_dsink: bool,
@@ -47,7 +48,8 @@ pub struct BwdProblem {
 }
 
 impl BwdProblem {
-    /// Elements of each captured gradient.
+    /// Number of elements of each gradient in [`dcaptured`](Self::dcaptured), those of tensors that the score
+    /// function reads.
     #[must_use]
     pub fn captured_elems(&self) -> impl ExactSizeIterator<Item = u64> {
         let code = &self.fwd.code;
@@ -112,7 +114,7 @@ impl BwdProblem {
         strides_dv: Strides => dv;
         /// The gradient of the elementwise bias, if wanted.
         dbias: impl Into<Option<BiasGrad>> => dbias;
-        /// Gradients of captured tensors.
+        /// Gradients of tensors that the score function captures.
         dcaptured: Vec<CapturedGrad> => dcaptured;
         /// Whether the gradient of the sinks is written.
         write_dsink: bool => write_dsink;

@@ -1,4 +1,4 @@
-//! A score and a mask as code, and the tensors that they capture.
+//! A score function and a mask function, and the tensors that they capture.
 
 use crate::args::{DevSlice, ScoreArgs};
 use crate::dtype::DType;
@@ -21,7 +21,7 @@ pub struct Code {
     pub captured: Vec<CapturedTensor>,
 }
 
-/// The extents of a captured tensor. The functions define its element type.
+/// Extents of a tensor that a score or mask function captures. The function defines the element type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CapturedTensor {
     /// Name by which functions read the tensor.
@@ -74,7 +74,7 @@ pub struct CapturedGrad {
 }
 
 impl Code {
-    /// Whether there is neither a score nor a mask as code.
+    /// Whether there is neither a score function nor a mask function.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.score.is_none() && self.mask.is_none()
@@ -98,7 +98,7 @@ impl Code {
         numbers
     }
 
-    /// The captured tensor of this name.
+    /// The tensor of this name among those that the functions capture.
     #[must_use]
     pub fn tensor(&self, name: &str) -> Option<&CapturedTensor> {
         self.captured.iter().find(|tensor| tensor.name == name)
@@ -251,7 +251,7 @@ impl Code {
     /// Refuses functions, for kernels that compute none.
     ///
     /// # Errors
-    /// A score or a mask as code.
+    /// A score function or a mask function.
     pub fn refuse(&self, kernel: &str) -> Result<(), Refusal> {
         let what = match (&self.score, &self.mask) {
             (Some(_), _) => "score as code",

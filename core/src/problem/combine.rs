@@ -11,7 +11,7 @@ use crate::layout::{Shape, Strides};
 use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::setters::setters;
 
-/// Way in which parts are merged.
+/// How partial results over the same rows are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Merge {
@@ -32,9 +32,9 @@ pub struct CombineProblem {
     /// Parts to merge.
     #[doc(alias = "num_splits")]
     pub num_parts: u32,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
-    /// Rows of each.
+    /// Rows of each sequence.
     pub seqlen_q: u32,
     /// Heads.
     pub num_heads_q: u32,
@@ -50,7 +50,7 @@ pub struct CombineProblem {
     pub o: Strides,
     /// Whether the combined LSE is written, f32 `[batch, num_heads_q, seqlen_q]`.
     pub write_lse: bool,
-    /// Way in which parts are merged.
+    /// How the partial results are merged.
     pub merge: Merge,
 }
 
@@ -80,7 +80,7 @@ impl CombineProblem {
         strides_o: Strides => o;
         /// Whether the combined LSE is written.
         write_lse: bool => write_lse;
-        /// Way in which parts are merged.
+        /// How the partial results are merged.
         merge: Merge => merge;
     }
 

@@ -17,9 +17,9 @@ pub struct Layouts {
     pub kv: KvLayout,
     /// Axis of V with stride 1.
     pub v: VLayout,
-    /// Whether `seqused_q` gives each sequence's logical number of queries.
+    /// Whether a call gives `seqused_q`, the number of queries in use of each sequence.
     pub seqused_q: bool,
-    /// Whether `seqused_k` gives each sequence's logical number of keys.
+    /// Whether a call gives `seqused_k`, the number of keys in use of each sequence.
     pub seqused_k: bool,
 }
 

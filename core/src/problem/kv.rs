@@ -39,7 +39,7 @@ pub enum RotaryPairs {
 pub struct Rotary {
     /// Number of leading elements of a row that are rotated: even, at most `head_dim_qk`.
     pub dim: u32,
-    /// Way in which elements are paired for a rotation.
+    /// Which elements of a row form a pair that is rotated.
     pub pairs: RotaryPairs,
     /// Rows of cos and sin.
     pub max_pos: u32,

@@ -46,11 +46,11 @@ pub enum ListLength {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct KeyLists {
-    /// Entries of a list; 0 makes every row empty.
+    /// Entries of each list; 0 makes every row empty.
     pub topk: u32,
     /// Meaning of the entries.
     pub entries: ListEntries,
-    /// How many entries of a list are in use.
+    /// Tensor that says how many entries of a list are in use.
     pub length: ListLength,
     /// Strides of `indices`: from sequence to sequence, token to token, kv head to kv head, and 1 from entry to entry.
     pub strides: Strides,
@@ -73,7 +73,7 @@ impl KeyLists {
     crate::setters::setters! {
         /// Meaning of the entries.
         entries: ListEntries => entries;
-        /// How many entries of a list are in use.
+        /// Tensor that says how many entries of a list are in use.
         length: ListLength => length;
         /// Strides of `indices`.
         strides: Strides => strides;

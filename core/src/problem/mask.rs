@@ -69,7 +69,7 @@ pub struct MaskBounds {
 /// Which bounds a mask has: a compile-time property of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskKind {
-    /// No bound.
+    /// Neither an upper nor a lower limit.
     Full,
     /// An upper bound only.
     Upper,
@@ -97,7 +97,7 @@ pub struct MaskBand {
 pub enum BlockClass {
     /// No key is visible to any query: a kernel skips the tile.
     Skipped,
-    /// Some are: pays for the mask.
+    /// Some pairs are visible and others are not: the tile needs the mask.
     Edge,
     /// All pairs are visible: the tile needs no mask.
     Inside,
@@ -110,7 +110,7 @@ impl MaskSpec {
     /// Causal, the last query aligned with the last key, as in FlashAttention.
     pub const CAUSAL: Self = Self { shape: MaskShape::Causal(MaskAlign::BottomRight), sink_columns: 0 };
 
-    /// The bounds of the mask relative to its diagonal.
+    /// Limits of the keys that a query sees, relative to the mask's diagonal.
     #[must_use]
     pub fn bounds(self) -> MaskBounds {
         match self.shape {
@@ -127,7 +127,7 @@ impl MaskSpec {
         }
     }
 
-    /// Bounds that a kernel must compile in.
+    /// Which limits of the mask a kernel must be compiled for.
     #[must_use]
     pub fn kind(self) -> MaskKind {
         match self.bounds() {

@@ -113,11 +113,11 @@ pub struct FwdProblem {
     pub lists: Option<KeyLists>,
     /// A second cache in the same softmax.
     pub second: Option<SecondCache>,
-    /// Masks as data, which hide keys of the band.
+    /// Masks that tensors give (intervals, bits, lists of blocks); they hide keys of the band.
     pub masks: Masks,
     /// Modifiers of a score before the softmax.
     pub score: Score,
-    /// A score and a mask as code.
+    /// Score and mask functions.
     pub code: Code,
     /// Dropout: which elements of P are dropped.
     pub dropout: Dropout,
@@ -200,9 +200,9 @@ impl FwdProblem {
         kv_layout: KvLayout => layout.kv;
         /// Which axis of V has stride 1.
         v_layout: VLayout => layout.v;
-        /// Whether `seqused_q` gives each sequence's logical number of queries.
+        /// Whether a call gives `seqused_q`, the number of queries in use of each sequence.
         seqused_q: bool => layout.seqused_q;
-        /// Whether `seqused_k` gives each sequence's logical number of keys.
+        /// Whether a call gives `seqused_k`, the number of keys in use of each sequence.
         seqused_k: bool => layout.seqused_k;
         /// The type of Q, and of K in products with it.
         dtype_qk: DType => dtypes.qk;
@@ -328,7 +328,7 @@ impl FwdProblem {
         self.extents(Totals { total_q: two, total_k: two, num_pages: two, total_new: None })
     }
 
-    /// The tensors' physical extents. Totals that the layouts have and `totals` lacks count as 0.
+    /// Extents of the tensors in memory. Totals that the layouts have and `totals` lacks count as 0.
     #[must_use]
     #[inline]
     pub fn extents(&self, totals: Totals) -> Extents {
@@ -589,7 +589,7 @@ impl FwdProblem {
     }
 }
 
-/// The physical extents of a call's tensors.
+/// Extents in memory of a call's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extents {
     /// Q, and dQ.

@@ -23,9 +23,9 @@ use crate::problem::{FwdProblem, MAX_SEQLEN};
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Part {
-    /// Position of the first query of each sequence.
+    /// Position in the whole of the call's first query; one number for all sequences.
     pub position_q: u32,
-    /// Position of the first key of each sequence.
+    /// Position in the whole of the call's first key; one number for all sequences.
     pub position_k: u32,
     /// Numbers of queries and keys of each whole sequence, for the diagonal of a bottom-right mask; `None`: the
     /// whole ends where the part ends.

@@ -18,7 +18,7 @@ pub struct SecondCache {
     pub layout: KvLayout,
     /// Keys of a sequence; packed or paged, an upper bound over the sequences.
     pub seqlen_k: u32,
-    /// Whether the second cache has its own `seqused_k`, with each sequence's logical number of keys.
+    /// Whether a call gives the second cache's own `seqused_k`, the number of keys in use of each sequence.
     pub seqused_k: bool,
     /// Strides of the second cache's K.
     pub k: Strides,
@@ -55,13 +55,13 @@ impl SecondCache {
     }
 
     crate::setters::setters! {
-        /// Whether a `seqused_k` of its own gives each sequence's logical number of keys.
+        /// Whether a call gives the second cache's `seqused_k`, the number of keys in use of each sequence.
         seqused_k: bool => seqused_k;
         /// Strides of the second cache's K.
         k: Strides => k;
         /// Strides of the second cache's V.
         v: Strides => v;
-        /// The keys that each query lists of it.
+        /// The second cache's keys that each query lists.
         lists: impl Into<Option<KeyLists>> => lists;
         /// Ranges of the second cache's keys that each query row sees.
         intervals: impl Into<Option<Intervals>> => intervals;

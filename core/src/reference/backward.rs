@@ -64,7 +64,7 @@ pub struct BackwardSpread {
     pub ds: Vec<f64>,
     /// Spread of dSink.
     pub dsink: f64,
-    /// Spread of the gradients of captured tensors.
+    /// Spread of the gradients of tensors that the score function captures.
     pub dcaptured: Vec<Vec<f64>>,
     /// Spread of dK, from [far](is_far) queries alone.
     pub far_dk: Vec<f64>,
@@ -100,7 +100,7 @@ pub struct Backward {
     pub dbias: Vec<f64>,
     /// dSink `[num_heads_q]`.
     pub dsink: Vec<f64>,
-    /// The gradient of each captured tensor that is wanted, dense.
+    /// Gradient of each tensor that the score function captures and the problem wants, dense.
     pub dcaptured: Vec<Vec<f64>>,
 }
 

@@ -107,7 +107,7 @@ impl<'a> HeadCode<'a> {
     }
 }
 
-/// A zero array in the shape of each captured gradient.
+/// Zeros in the shape of each wanted gradient of a captured tensor.
 pub(super) fn zeros(problem: &BwdProblem) -> Vec<Vec<f64>> {
     problem.captured_elems().map(|elems| vec![0.0; elems as usize]).collect()
 }

@@ -46,7 +46,7 @@ pub struct Inputs<'a> {
     pub cache_scales: [Option<DevSlice<'a>>; 2],
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
-    /// Masks as data.
+    /// Tensors of the masks.
     pub masks: MaskArgs<'a>,
     /// A second cache.
     pub second: Option<SecondArgs<'a>>,

@@ -16,7 +16,7 @@ pub(super) struct Query<'a, T> {
     dout: &'a [T],
     pub(super) lse: T,
     dlse: T,
-    /// D.
+    /// Delta: the row sum of `dO * O`.
     d: T,
     /// The square of delta `d`, plus the squares of its terms.
     d_square: T,
@@ -33,7 +33,7 @@ pub(super) struct Pair<T> {
     /// `softmax_scale * dS0`, the factor of K in dQ and of Q in dK, and its size.
     scaled: T,
     scaled_size: T,
-    /// The score before code.
+    /// The score before the score function.
     score: T,
     /// The gradient of the score function's value, and its size.
     coded: (T, T),
@@ -171,7 +171,7 @@ impl<T: Float> HeadSums<T> {
         }
     }
 
-    /// Captured tensors' share.
+    /// Adds the pair's contribution to the gradients of captured tensors.
     pub(super) fn add_to_captured(
         &mut self,
         head: &Head<'_, T>,

@@ -36,9 +36,9 @@ pub enum Candidates<'a> {
     /// Keys `first .. end` of each query, i32 `[batch, seqlen_q]` each; positions outside `0 .. seqlen_k` are
     /// ignored.
     Ranges {
-        /// The first.
+        /// First key of each query's range.
         first: &'a [i32],
-        /// One past the last.
+        /// One past the last key of each query's range.
         end: &'a [i32],
     },
 }

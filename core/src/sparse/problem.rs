@@ -131,7 +131,7 @@ pub struct ChooseProblem {
     pub seqlen_q: u32,
     /// Keys of a sequence; an upper bound if `seqused_k` gives the numbers.
     pub seqlen_k: u32,
-    /// Entries of a list; 0 if no list is written.
+    /// Entries of each row's list; 0 if no list is written.
     pub topk: u32,
     /// Source of the scores.
     pub source: ScoreSource,
@@ -249,9 +249,9 @@ impl ChosenBlocks {
     }
 
     setters! {
-        /// Candidates that are in: the first so many of a row.
+        /// Number of a row's first candidates that are always chosen.
         first: u32 => first;
-        /// Candidates that are in: the last so many of a row.
+        /// Number of a row's last candidates that are always chosen.
         last: u32 => last;
     }
 }

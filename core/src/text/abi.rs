@@ -248,7 +248,7 @@ pub fn struct_text(name: &str, fields: &[(String, &str)], size: usize, align: us
 }
 
 abi_struct! {
-    /// A tensor over the logical axes `[batch, row, head, dim]`; strides in elements.
+    /// A tensor with axes `[batch, row, head, dim]`, whatever their order in memory; strides in elements.
     pub struct View {
         /// The tensor's first element.
         pub data: DevPtr<Untyped>,
@@ -279,7 +279,7 @@ abi_struct! {
     /// f32 numbers of a (batch, head): element `i_batch * batch + i_head * head`. For descales the head is a kv
     /// head, for slopes and sinks a query head; a stride of 0 broadcasts.
     pub struct HeadScalars {
-        /// The first.
+        /// First of the f32 numbers.
         pub data: DevPtr<f32>,
         /// Stride from sequence to sequence.
         pub batch: i32,
@@ -289,7 +289,7 @@ abi_struct! {
 }
 
 impl HeadScalars {
-    /// Scalars that are not given.
+    /// No scalars: a null pointer.
     pub const NULL: Self = Self { data: DevPtr::NULL, batch: 0, head: 0 };
 }
 
@@ -313,7 +313,7 @@ impl From<MaskSpec> for MaskParams {
     }
 }
 
-/// Bounds, and the sink columns.
+/// Conversion from a mask's limits and its number of sink columns.
 impl From<(MaskBounds, u32)> for MaskParams {
     /// The conversion to i32 saturates and is still exact: lengths fit 31 bits, so a bound outside i32 shows and
     /// hides the same keys as the nearest i32.
@@ -328,7 +328,7 @@ impl From<(MaskBounds, u32)> for MaskParams {
     }
 }
 
-/// Number of words in a kernel's arguments for the captures of a score and a mask as code.
+/// Number of 64-bit words in a kernel's arguments for the tensors and numbers that functions capture.
 pub const CODE_WORDS: usize = 48;
 
 abi_struct! {
@@ -360,9 +360,9 @@ abi_struct! {
         pub cu_seqlens_q: DevPtr<i32>,
         /// `[batch + 1]`, first row of each packed sequence of K; null when K is not packed.
         pub cu_seqlens_k: DevPtr<i32>,
-        /// `[batch]`, logical lengths; null if the physical lengths are used.
+        /// `[batch]`: number of queries in use of each sequence; null: all its rows.
         pub seqused_q: DevPtr<i32>,
-        /// `[batch]`, logical lengths; null: the physical ones.
+        /// `[batch]`: number of keys in use of each sequence; null: all its rows.
         pub seqused_k: DevPtr<i32>,
         /// `[batch, max_pages]`, the pages of each sequence; null when K is not paged.
         pub block_table: DevPtr<i32>,

@@ -23,7 +23,7 @@ pub struct BwdWorkspace {
 /// Sums of dQ in global memory, to which the CTAs of key blocks add.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DqSums {
-    /// Columns of a row.
+    /// Number of columns of a row of dQ's sums.
     pub dim: u32,
     /// Number of sums for each row: one, to which all blocks of keys add, or one for each part of the blocks of
     /// keys.
@@ -33,7 +33,7 @@ pub struct DqSums {
     pub has_semaphores: bool,
 }
 
-/// Sums of the gradients of captured tensors.
+/// Memory for sums of the gradients of tensors that the score function captures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CapturedSums {
     first: u64,
@@ -126,7 +126,7 @@ pub struct BwdRows {
     pub queries: u64,
     /// Rows of dK and of dV.
     pub keys: u64,
-    /// Rows of dBias.
+    /// Number of rows of dBias.
     pub bias: u64,
     /// Elements of dSink: heads.
     pub sinks: u64,

@@ -136,7 +136,7 @@ fn turned_rows(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
 }
 
-/// Offset of the queries.
+/// Offset at which the rotated queries begin in the workspace.
 fn first_query(problem: &FwdProblem) -> u64 {
     (u64::from(problem.dims.batch) * 4).next_multiple_of(256)
 }

@@ -67,7 +67,7 @@ abi_struct! {
         pub key_scores: DevPtr<f32>,
         /// Scores of the keys or blocks to choose from; the first row is `row_begin`.
         pub scores: DevPtr<f32>,
-        /// Lists, `[rows, topk]`; the first row is row 0.
+        /// Output: each row's list of chosen keys or blocks, `[rows, topk]`; the first row is row 0.
         pub indices: DevPtr<i32>,
         /// Histograms of rows that several thread groups share, `[rows of the launch, ROW_BINS]`.
         pub bins: DevPtr<u32>,
@@ -99,7 +99,7 @@ abi_struct! {
         pub max_pages: i32,
         /// 0: all keys are candidates; 1: causal; 2: ranges.
         pub candidates: i32,
-        /// Entries of a list.
+        /// Entries of each row's list.
         pub topk: i32,
         /// Keys of a block; 0 if blocks are not scored by their maxima.
         pub block: i32,

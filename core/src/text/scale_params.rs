@@ -9,11 +9,12 @@ use crate::problem::FwdProblem;
 use crate::source::Header;
 
 abi_struct! {
-    /// Scales by blocks of a call.
+    /// Kernel argument with the scales of a call in MXFP8 or NVFP4, where each block of 32 or 16 elements has a
+    /// scale.
     pub struct BlockScaleParams {
         /// Q's scales; strides in bytes.
         pub q: View,
-        /// K's scales.
+        /// Scales of K's blocks; strides in bytes.
         pub k: View,
         /// V's scales; a row of the view is a block of keys.
         pub v: View,

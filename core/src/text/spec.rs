@@ -101,7 +101,7 @@ abi_spec! {
         pub sink_columns: bool,
         /// Kind of bias that is added to a score.
         pub bias: BiasKind,
-        /// Score and mask as code: the text is `fmha/code.h`.
+        /// Which functions the problem has, a score's or a mask's; their text is `fmha/code.h`.
         pub code: CodeKind,
         /// Whether scores are soft-capped.
         pub softcap: bool,
@@ -212,11 +212,11 @@ abi_spec! {
         pub write_dbias: bool,
         /// Whether the sinks' gradient is written.
         pub write_dsink: bool,
-        /// Whether gradients of captured tensors are written.
+        /// Whether gradients of tensors that the score function captures are written.
         pub write_dcaptured: bool,
         /// Whether there is a gradient of LSE.
         pub has_dlse: bool,
-        /// Whether sums have a fixed order.
+        /// Whether gradients are added in a fixed order, so that every run gives equal bits.
         pub deterministic: bool,
     }
 }
@@ -263,7 +263,7 @@ abi_spec! {
         pub dtype_o: DType,
         /// Elements of a row.
         pub head_dim_v: i32,
-        /// Way in which parts are merged.
+        /// How partial results are merged.
         pub merge: Merge,
     }
 }

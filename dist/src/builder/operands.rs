@@ -80,7 +80,7 @@ pub(crate) struct Operands {
 #[derive(Clone, Copy)]
 pub(super) struct Forward {
     pub(super) dtype: DType,
-    /// First row of O.
+    /// Index of the first row of O.
     pub(super) row: u32,
     /// Whether the sinks enter.
     pub(super) sink: bool,

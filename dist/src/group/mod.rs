@@ -36,7 +36,7 @@ pub struct Block {
     pub offset: u64,
     /// Number of rows.
     pub rows: u64,
-    /// Bytes of each.
+    /// Bytes of each row.
     pub row_bytes: u64,
     /// Bytes from one row to the next.
     pub stride: u64,

@@ -102,7 +102,7 @@ pub(crate) enum Step {
     Backward(Box<Backward>),
     /// Merges partial results of the same queries.
     Combine { plan: CombinePlan, parts: Vec<[At; 2]>, o: At, lse: At },
-    /// f32 gradients are added.
+    /// Gradients in f32 of several sources are added.
     Sum { plan: CombinePlan, terms: Vec<At>, to: At },
 }
 

@@ -29,7 +29,7 @@ use crate::program::{At, Buf};
 struct Hosts {
     rank: u32,
     count: u32,
-    /// Ranks of each.
+    /// Number of ranks of each host.
     size: u32,
 }
 

@@ -255,7 +255,7 @@ pub(crate) fn bytes(operands: &Operands, operand: Operand) -> Vec<u8> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum End {
     Panics,
-    /// Without a word.
+    /// The rank ends without telling the other ranks.
     Leaves,
     /// The process of the rank aborts.
     Aborts,

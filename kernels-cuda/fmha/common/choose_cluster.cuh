@@ -234,7 +234,7 @@ struct ClusterChooser {
     }
   }
 
-  // Writes the list by counts of the digits of all numbers.
+  // Writes the list of chosen keys by counts of the digits of all numbers.
   FMHA_DEVICE void choose_by_digits(int32_t* list) const {
     uint32_t smallest = 0, wanted = uint32_t(row.p.topk);
     uint32_t *middle = shared.row.bins, *low = shared.row.bins + kLowBins;

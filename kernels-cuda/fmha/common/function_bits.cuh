@@ -8,7 +8,7 @@
 namespace fmha {
 
 struct FunctionBits {
-  // A warp has this many words of 32 queries, a lane each query.
+  // A warp has this many words of 32 queries; each lane has one query.
   static constexpr int32_t words = 8, rows = 32;
 
   const FwdParams& p;

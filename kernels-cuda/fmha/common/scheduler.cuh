@@ -16,7 +16,7 @@
 
 namespace fmha {
 
-// Walks the order for one CTA (or one cluster).
+// Visits tiles in their order, for one CTA (or one cluster).
 template <FwdSpec spec, auto tile, class Shared>
 struct Scheduler {
   Shared& smem;

@@ -63,7 +63,7 @@ struct ShownBlocks {
   ShownPairs<has_function> pairs;
   const TileList& list;
 
-  // Row of the lists of a tile.
+  // Index of the row that a tile has in the lists of blocks.
   FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t tile) const {
     return (i_batch * list.heads_of_batch + i_head / list.heads_ratio) * list.num_tiles + tile;
   }

@@ -70,7 +70,7 @@ struct Softmax {
   FMHA_DEVICE bool is_too_large(float scale_log2) const {
     return is_too_large(rows[0].row_max, scale_log2) || is_too_large(rows[1].row_max, scale_log2);
   }
-  // Computes P = exp2(S - shift), and its sums.
+  // Computes P = exp2(S - shift), and adds it to the row sums.
   template <int n>
   FMHA_DEVICE void exponentiate(mma::Accumulator<n>& s, float scale_log2, const float (&shift)[2], float (&sums)[2],
                                 uint32_t never) {

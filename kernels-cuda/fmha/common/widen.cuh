@@ -35,7 +35,7 @@ FMHA_DEVICE uint32_t widen_pair(uint32_t pair, float descale) {
   if constexpr (unit) return ptx::cvt_rn_x2<wide>(low, high);
   return ptx::cvt_rn_x2<wide>(low * descale, high * descale);
 }
-// Widens eight elements.
+// Converts eight elements from type `stored` to type `wide`.
 template <DType stored, DType wide, bool converts, bool unit = false>
 FMHA_DEVICE void widen_word(const uint32_t (&bytes)[2], float descale, uint32_t (&packed)[4]) {
 #pragma unroll

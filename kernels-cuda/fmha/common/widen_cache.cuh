@@ -27,7 +27,7 @@ struct Widen {
     }
   }
 
-  // Two words of a thread's are under way at a time.
+  // Each thread has the loads of two words in flight.
   template <int32_t dim>
   FMHA_DEVICE void widen(const View& from, const View& wide, const HeadScalars& descale, const View& scales,
                          const SeqSpan& span, int32_t first, int32_t count) const {

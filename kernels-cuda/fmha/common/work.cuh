@@ -200,7 +200,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   work.sink_columns = band.sink_columns;
   work.last_block = ceil_div(keys.end, tile.block_n) - 1;
   work.num_band_blocks = keys.empty() ? 0 : work.last_block + 1 - first_block;
-  // Blocks that the band walks already show their sink columns too.
+  // Blocks inside the band show their sink columns already.
   work.last_sink_block = ceil_div(sinks.end, tile.block_n) - 1;
   if (work.num_band_blocks > 0) work.last_sink_block = min(work.last_sink_block, first_block - 1);
   work.num_blocks = work.num_band_blocks + work.last_sink_block + 1;

@@ -11,7 +11,7 @@ namespace fmha::mma {
 template <class Elem>
 constexpr int kDepth = 32 / int(sizeof(Elem));
 
-// Sums of n columns.
+// A thread's accumulators (sums) of a product with n columns.
 template <int n>
 struct Accumulator {
   static constexpr int columns = n, num_elems = n / 2;

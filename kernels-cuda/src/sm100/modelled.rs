@@ -36,7 +36,7 @@ pub enum Overlap {
     Backward,
 }
 
-/// Constants that were fitted.
+/// Constants of the time model that were fitted to published rates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Constants {
     /// Part of the forward's products that nothing else hides.
@@ -114,13 +114,13 @@ pub struct Walk {
     pub overlap: Overlap,
     /// Clocks of each unit for a block of 128 queries and 128 keys.
     pub units: Units,
-    /// Tiles of the launch.
+    /// Number of tiles of the launch.
     pub tiles: f64,
     /// Tiles that the device takes at a time.
     pub at_once: f64,
-    /// Blocks that one multiprocessor walks of a tile, on average.
+    /// Average number of a tile's blocks that one multiprocessor processes.
     pub blocks: f64,
-    /// Starts of a tile.
+    /// Relative cost of starting a tile: 1 for a tile of usual height.
     pub starts: f64,
     /// Whether tiles are equally long, and the last wave's idle multiprocessors are lost.
     pub equal: bool,
@@ -129,7 +129,7 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Seconds, modelled.
+    /// Modelled seconds of the launch.
     #[must_use]
     pub fn seconds(&self, constants: &Constants) -> f64 {
         let (matrix, exp, start) = match self.overlap {
@@ -216,7 +216,7 @@ pub(crate) fn details(units: &Units, walk: Option<Walk>, flops: f64) -> Vec<(&'s
 /// Name of the detail that says the modelled time.
 pub const TIME: &str = "modelled time";
 
-/// Operations of a call, of which each visible pair takes so many.
+/// Operations of a call, if each visible pair takes `a_pair` of them.
 pub(crate) fn flops(problem: &FwdProblem, a_pair: u32) -> f64 {
     let dims = problem.dims;
     let heads = f64::from(dims.batch) * f64::from(dims.num_heads_q);

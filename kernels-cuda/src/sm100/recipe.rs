@@ -1,4 +1,4 @@
-//! The recipe of the Blackwell forward kernel: supported problems, tile, tensor maps.
+//! The Blackwell forward kernel's recipe: which problems it supports, its tile and its tensor maps.
 
 use std::ffi::c_void;
 

@@ -1,4 +1,4 @@
-//! The recipe of the Blackwell backward: its launches, workspace and tensor maps.
+//! The Blackwell backward's recipe: its launches, workspace and tensor maps.
 
 use std::ffi::c_void;
 
@@ -26,7 +26,7 @@ use crate::tma::{EncodeTensorMap, TensorMap};
 pub struct Sm100Bwd {
     tile: Sm100BwdTile,
     workspace: BwdWorkspace,
-    /// The blocks of queries that each block of keys walks under masks as data.
+    /// List of the blocks of queries that each block of keys processes under masks as data (tensors).
     list: Option<TileListPlan>,
 }
 

@@ -497,7 +497,7 @@ mod tests {
             let tile = choose_tile(&latent_lists(1, 4096, 128), room);
             assert_eq!((tile.block_m, tile.block_n, tile.stages), (64, block_n, 2), "{room:?}");
         }
-        // Two pairs of tiles in all: their lists are cut.
+        // Two pairs of tiles in all: their lists are divided into parts.
         let few = choose_tile(&latent_lists(2, 1, 128), ROOMS[3]);
         assert!(few.split_keys > 0 && few.fixed_parts && 2048 / few.split_keys >= 4, "{few:?}");
         let schedule = few.schedule(&latent_lists(2, 1, 128)).unwrap();

@@ -241,7 +241,7 @@ fn spec_of(problem: &ValidBwd) -> BwdSpec {
     spec
 }
 
-/// The stage in which a tile sums.
+/// Stage of the launch that sums these gradients.
 fn stage_of(sums: BwdSums) -> Stage {
     match sums {
         BwdSums::Dq | BwdSums::All => Stage::Main,
@@ -273,7 +273,7 @@ fn adds_dq(ways: &Candidates<bool>, options: &PlanOptions, has_masks: bool) -> b
     }
 }
 
-/// How the sums are made, in words.
+/// Text for `explain`: how the gradients are summed.
 fn sums_words(one_pass: bool) -> &'static str {
     match one_pass {
         true => "dK and dV in registers, dQ in memory, in no order; scores computed once",

@@ -144,7 +144,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
     }
 }
 
-/// How the sums are made, in words.
+/// Text for `explain`: how the gradients are summed.
 fn sums_words(tile: &Sm80ListsBwdTile) -> String {
     match tile.range {
         0 => "dQ in registers, dK and dV in memory, in no order; scores computed once".to_owned(),

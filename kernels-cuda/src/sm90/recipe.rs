@@ -1,4 +1,4 @@
-//! The recipe of the Hopper forward kernel: supported problems, tile, tensor maps.
+//! The Hopper forward kernel's recipe: which problems it supports, its tile and its tensor maps.
 
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::error::{Refusal, Result};
@@ -126,7 +126,7 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts, row_invariant: bool) 
 /// Leaves an FP8 cache to the launch that converts it once, if several tiles of rows would each convert it again,
 /// unless that needs a large workspace. Bits are equal either way.
 fn leave_to_widened(problem: &ValidFwd) -> Result<(), String> {
-    /// Rows of a tile that walks a kv head's keys alone.
+    /// Most rows (queries times heads) of a kv head for which one tile suffices.
     const MOST_ROWS: u32 = 128;
     let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     if rows <= MOST_ROWS || !sm90_widened::has_room(problem) {

@@ -187,7 +187,7 @@ pub fn walk_of_few(problem: &FwdProblem, tile: &Sm90Tile) -> Option<Walk> {
     })
 }
 
-/// All ways to divide the keys of a tile of few queries.
+/// All ways to divide the keys of a tile of few queries among CTAs.
 #[must_use]
 pub fn ways_of_few(problem: &FwdProblem, num_sms: u32) -> Vec<Sm90Tile> {
     ways(problem, choose_tile(problem), num_sms)
@@ -407,7 +407,7 @@ const fn wasted_by_192_rows(seqlen_q: i64) -> bool {
     (seqlen_q + 191) / 192 * 192 * 5 >= (seqlen_q + 127) / 128 * 128 * 6
 }
 
-/// Whether scores or P are changed on the way.
+/// Whether scores, or P, are modified between the products Q K and P V.
 pub(super) fn modifies(spec: &FwdSpec) -> bool {
     modifies_score(spec) || spec.dropout
 }

@@ -15,7 +15,7 @@ pub const PREPARE_NAME: &str = "prepare_values";
 /// Threads of a CTA of that launch, a warp to a unit of work.
 pub const PREPARE_THREADS: u32 = 256;
 
-/// Place where a row-major V of FP8 is converted to f16, or transposed.
+/// Where a row-major V of FP8 is converted to f16, or transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PrepareV {
     /// V is prepared in shared memory, by each tile's CTA, block by block. A V that needs no preparation is loaded
@@ -107,7 +107,8 @@ impl PreparedValues {
         if tile.prepare_v == PrepareV::Beside { 4 * counts } else { 0 }
     }
 
-    /// Bytes of `blocks`, one at least, which a tensor map needs.
+    /// Bytes of `blocks`, which holds the prepared blocks of V. Room for one block at least, since a tensor map
+    /// needs memory that is not empty.
     #[must_use]
     pub fn blocks_bytes(&self, spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
         let blocks = u64::from(self.num_heads.unsigned_abs()) * u64::from(self.num_blocks.unsigned_abs());

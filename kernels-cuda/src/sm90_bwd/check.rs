@@ -24,7 +24,7 @@ impl Sm90BwdTile {
         self.check_shares(spec)
     }
 
-    /// Checks the head dimensions and the number of keys for the tile's walk.
+    /// Checks the head dimensions and the number of keys for the tile's loop over query blocks.
     fn check_walk(&self, spec: &BwdSpec) -> Result<(), String> {
         let dim = padded_dim(spec);
         let Self { block_m, block_n, .. } = *self;
@@ -84,7 +84,7 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// Checks the walk's roles and a block's queries.
+    /// Checks the roles of the loop over query blocks, and a block's queries.
     fn check_roles(&self) -> Result<(), String> {
         let walk = self.walk;
         let set = walk.name();
@@ -149,7 +149,7 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// Checks a consumer's share of dQ, of dropout's decisions and of registers.
+    /// Checks the columns of dQ, dropout's decisions and the registers that a consumer has.
     fn check_shares(&self, spec: &BwdSpec) -> Result<(), String> {
         let (dim, walk, block_m) = (padded_dim(spec), self.walk, self.block_m);
         let (what, shared_out) =

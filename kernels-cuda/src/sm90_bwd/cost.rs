@@ -150,7 +150,7 @@ fn step_micros(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
 /// Megabytes of sums that the L2 keeps.
 const NEAR_SUMS_MB: f64 = 40.0;
 
-/// Bytes of the sums of dQ that a call may have apart.
+/// Most bytes of separate sums of dQ, one for each key block, that a call may have.
 pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
 
 /// Microseconds between the additions of two key blocks to one query block, by the store warp. Measured on an H200
@@ -303,7 +303,7 @@ struct OfDq {
     semaphore_share: f64,
     /// Wait of later additions for a query block's first store.
     semaphore_micros: f64,
-    /// Launch that finishes dQ.
+    /// Microseconds of the launch that finishes dQ.
     finish_micros: f64,
     /// Share of the main kernel's time that is added by the warp that finishes dQ at the same time as the products.
     beside_share: f64,
@@ -368,7 +368,7 @@ fn first_stores_micros(tile: &Sm90BwdTile, problem: &BwdProblem) -> f64 {
     (in_a_row - HIDDEN_FIRST_STORES).max(0.0) * FIRST_STORE_MICROS * tiles / f64::from(NUM_SMS)
 }
 
-/// Modelled microseconds of a call, by which ways of dQ are compared.
+/// Modelled microseconds of a call, by which the ways to add dQ are compared.
 pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) -> f64 {
     let mut problem = problem.clone();
     problem.fwd.mask = tile_list::band_of_tiles(&problem.fwd);

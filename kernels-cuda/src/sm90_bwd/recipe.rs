@@ -1,4 +1,4 @@
-//! The recipe of the Hopper backward: its launches, workspace and tensor maps.
+//! The Hopper backward's recipe: its launches, workspace and tensor maps.
 
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::BwdWorkspace;
@@ -34,7 +34,7 @@ pub struct Sm90Bwd {
     workspace: BwdWorkspace,
     /// Offset in the workspace of the sums of heads' parts.
     head_sums: u64,
-    /// The blocks of queries that each key block walks under masks as data.
+    /// List of the blocks of queries that each key block processes under masks as data (tensors).
     list: Option<TileListPlan>,
 }
 

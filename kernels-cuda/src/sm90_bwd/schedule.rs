@@ -13,7 +13,7 @@ use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
 use crate::tile_list;
 
 abi_struct! {
-    /// Cut of the work, as an argument of the kernels.
+    /// How the work is divided among CTAs, as an argument of the kernels.
     pub struct Sm90BwdSchedule {
         /// Key blocks of all kv heads of all sequences.
         pub num_tiles: i32,

@@ -26,9 +26,9 @@ abi_spec! {
         pub stages_dbias: i32 = Takes::within(1, 4),
         /// The loop of the consume role.
         pub walk: BwdWalk = Takes::all().tuned(),
-        /// How dQ is added to its sums.
+        /// How a key block's dQ is added to the sums of dQ.
         pub dq_path: DqPath = Takes::all().tuned(),
-        /// Place where the sums become dQ.
+        /// Where the f32 sums of dQ are converted to dQ.
         pub dq_finish: DqFinish = Takes::all().tuned(),
         /// Registers of a thread outside the consumers; the consumers have the rest.
         pub load_registers: i32 = Takes::among(&[24, 40]).tuned(),
@@ -119,12 +119,12 @@ impl Sm90BwdTile {
         }
     }
 
-    /// dQ's dimension among its sums.
+    /// Number of columns of the sums of dQ.
     pub(super) const fn dq_dim(&self, spec: &BwdSpec) -> i32 {
         if self.walk.score_parts() > 1 { own_width(spec.fwd.head_dim_qk) } else { padded_dim(spec) }
     }
 
-    /// Columns of a consumer's share of dQ, over all CTAs of its cluster.
+    /// Number of columns of dQ that one consumer adds, over all CTAs of its cluster.
     pub(super) const fn dq_columns(&self, spec: &BwdSpec) -> i32 {
         if matches!(self.walk, BwdWalk::GradientEach) {
             // A chunk; the third one's halves are multiplied as the whole.

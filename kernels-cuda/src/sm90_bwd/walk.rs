@@ -68,15 +68,15 @@ pub enum DqPath {
     /// The store warp of the first key block to reach a query block stores its dQ; the other key blocks'
     /// store warps add to it.
     FirstStores,
-    /// Each key block stores separate sums, from registers or by the store warp, depending on its walk. The launch
-    /// that finishes dQ adds them in the deterministic order, so bits do not change; for deterministic calls. No
-    /// key block waits for another, but all sums are written and read once more.
+    /// Each key block stores its dQ to memory of its own, from registers or by the store warp. A later launch adds
+    /// what all key blocks stored, in one fixed order, so that every run gives equal bits; for deterministic calls.
+    /// No key block waits for another, but this memory is written and read once more.
     Apart,
 }
 
 abi_enum!(DqPath { Registers, StoreWarp, FirstStores, Apart });
 
-/// Place where the sums of dQ become dQ.
+/// Where the f32 sums of dQ are converted to dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqFinish {
     /// A launch after the main kernel.

@@ -220,7 +220,7 @@ impl Maps {
     }
 }
 
-/// Map of boxes of 64 columns and so many rows.
+/// Tensor map of boxes with 64 columns and `rows` rows.
 fn map_of_rows<D: EncodeTensorMap>(
     call: &FwdCall<'_>,
     (name, slice): (&'static str, DevSlice<'_>),

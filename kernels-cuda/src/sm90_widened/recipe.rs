@@ -22,7 +22,7 @@ const UPDATE_NAME: &str = "widened_update";
 
 /// A kernel that reads the cache in the workspace.
 pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
-    /// Name of the kernel that reads the widened cache.
+    /// Name of the kernel that reads the cache after its conversion to Q's type.
     const WIDENED: &'static str;
     /// Whether 16-bit caches in other layouts are gathered for the reading kernel, if that is cheaper. Otherwise it
     /// reads them in place.
@@ -147,7 +147,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         if R::GATHERS { R::runs_on(facts) } else { Ok(()) }
     }
 
-    /// The reader's choice over the wide cache.
+    /// The reading kernel's choice for a cache that has Q's type.
     fn fit(
         problem: &ValidFwd,
         facts: &DeviceFacts,
@@ -271,7 +271,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
 }
 
 impl<R> Widened<R> {
-    /// Gives `then` the call over the widened cache.
+    /// Calls `then` with `call` changed to read the copy of the KV cache that has Q's type.
     fn with_wide<T>(&self, call: &FwdCall<'_>, then: impl FnOnce(&FwdCall<'_>) -> T) -> T {
         let (args, places) = (call.args, &self.places);
         let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);

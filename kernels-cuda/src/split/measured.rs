@@ -92,7 +92,7 @@ pub struct Row {
     pub mean: f64,
     /// The kernel.
     pub kernel: String,
-    /// How the keys were walked.
+    /// How the keys of a tile were divided among CTAs.
     pub keys: Keys,
     /// Microseconds.
     pub micros: f64,

@@ -13,7 +13,7 @@ use super::{has_like_lengths, seen_keys};
 /// How tiles of rows have their keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
-    /// A CTA walks all keys of a tile.
+    /// A CTA processes all keys of a tile.
     Whole,
     /// A CTA processes this many keys of a tile.
     Parts(u32),
@@ -22,7 +22,7 @@ pub enum Keys {
 }
 
 impl Keys {
-    /// By a tile's fields `split_keys` and `shares`.
+    /// Division of keys that a tile's fields `split_keys` and `shares` state.
     #[must_use]
     pub const fn of(split_keys: i32, shares: i32) -> Self {
         match (split_keys, shares) {
@@ -53,7 +53,7 @@ impl std::fmt::Display for Keys {
     }
 }
 
-/// Constants of a kernel's walk.
+/// Rates of one kernel, from which the time of a call is modelled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// Microseconds of a launch and its first bytes.
@@ -66,7 +66,7 @@ pub struct Rates {
     pub products: f64,
     /// Microseconds to begin and end a tile in a CTA.
     pub begin: f64,
-    /// Microseconds to compute the shares.
+    /// Microseconds in which the kernel computes where the CTAs' shares begin.
     pub scan: f64,
     /// Microseconds of a block, besides its bytes, for a CTA that has a multiprocessor to itself: a memory latency.
     pub block: f64,
@@ -96,7 +96,7 @@ impl Rates {
     }
 }
 
-/// Constants of a call.
+/// Constants of the time model that all kernels share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Common {
     /// Memory bandwidth, in bytes per microsecond.
@@ -118,7 +118,7 @@ pub struct Common {
 /// A kernel and its tile, with the properties that a price needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk {
-    /// Constants of the kernel.
+    /// Rates of the kernel, from which the time of a call is modelled.
     pub rates: Rates,
     /// Tiles of rows of a sequence, of all heads.
     pub tiles: u32,
@@ -128,11 +128,11 @@ pub struct Walk {
     pub block_n: u32,
     /// Number of CTAs that a multiprocessor holds.
     pub ctas: u32,
-    /// How the keys are walked.
+    /// How the keys of a tile are divided among CTAs.
     pub keys: Keys,
 }
 
-/// All constants.
+/// All constants of the time model of calls with few queries.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Constants {
     /// Constants of a call, whatever its kernel.
@@ -198,7 +198,7 @@ pub(crate) fn keys_of_parts(seqlen_k: u32, block_n: u32, most: u32) -> impl Iter
     keys.into_iter()
 }
 
-/// The way of the lowest price, the first of several.
+/// The choice of the lowest price; of equal ones the first.
 pub(crate) fn cheapest<T>(priced: impl Iterator<Item = (f64, T)>) -> Option<T> {
     priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, way)| way)
 }
@@ -210,7 +210,7 @@ pub fn micros(problem: &FwdProblem, walk: &Walk, num_sms: u32) -> f64 {
     micros_by(&CONSTANTS.common, problem, walk, num_sms)
 }
 
-/// Like [`micros`], with other constants of a call; the constants of the kernel are those of the walk.
+/// Like [`micros`], but with `common` as the constants that all kernels share; `walk` has those of one kernel.
 #[must_use]
 pub fn micros_by(common: &Common, problem: &FwdProblem, walk: &Walk, num_sms: u32) -> f64 {
     let dims = problem.dims;

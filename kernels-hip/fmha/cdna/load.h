@@ -231,7 +231,7 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     store_run<C::v_bytes>(v, v.below(place_[c], j), column_of<C::v_bytes>(piece_[c], j));
   }
 
-  // Works as KLoad's.
+  // Finds the addresses of rows in the way that KLoad does.
   FMHA_DEVICE void find_addresses(const Rows& rows) {
     const int thread = opaque_thread_idx();
 #pragma unroll

@@ -34,7 +34,7 @@ FMHA_DEVICE uint32_t without_nonfinite(uint32_t word) {
   return word & ~((nonfinite_elems<dtype>(word) >> (bits - 1)) * ((1u << bits) - 1));
 }
 
-// Whether the n-th tile of a walk may be masked in part.
+// Whether a mask may hide a part of the n-th tile that the loop visits.
 template <CdnaSpec spec, CdnaTile tile, class Walk>
 FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, const Walk& walk, int32_t n) {
   if constexpr (code::kIsGiven) return true;

@@ -51,7 +51,7 @@ FMHA_DEVICE auto walk_of(const Job& job, Range queries, int32_t m_block) {
   }
 }
 
-// Whether the n-th tile of a walk may be masked in part.
+// Whether a mask may hide a part of the n-th tile that the loop visits.
 template <CdnaSpec spec, RdnaTile tile, class Walk>
 FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, const Walk& walk, int32_t n) {
   if constexpr (code::kIsGiven) return true;

@@ -13,7 +13,7 @@ use crate::device::{Device, refuse};
 const INVARIANT_KEYS: u32 = 256;
 /// Most parts of a sequence: a 32-lane wave of the merging launch reads them in four iterations.
 const MOST_PARTS: u32 = 128;
-/// Stretches, at most.
+/// Most stretches into which all sequences' keys are divided.
 pub(crate) const MOST_SHARES: u32 = 1 << 14;
 /// Most sequence lengths that each work item of a launch with stretches reads, twice or three times.
 const MOST_SCANNED: u32 = 1024;
@@ -34,17 +34,17 @@ pub(crate) struct Cut {
     pub(crate) round: u32,
 }
 
-/// Room of a device.
+/// How much work a device can hold at once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
     pub(crate) device: Device,
     /// Work items that a compute unit should have at once.
     pub(crate) of_a_unit: u32,
-    /// Pieces of a workgroup.
+    /// Pieces of work that a workgroup has.
     pub(crate) of_a_group: u32,
     /// Keys of a part or a stretch, at least.
     pub(crate) least: u32,
-    /// Keys of a step.
+    /// Keys that a wave processes in one step; parts are multiples.
     pub(crate) edge: u32,
 }
 

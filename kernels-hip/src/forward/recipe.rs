@@ -149,9 +149,9 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         Ok(Choice {
             launches: Launches::new(lists, launch(Stage::Main, K::NAME, kernel.source(), tiles, threads), []),
             workspace,
-            // Batch invariance: one wave computes a row, its keys have a fixed order, and every tile's maximum is
-            // taken. With lists, the order depends on the tile, since blocks that are cut for any row of it come
-            // first.
+            // Batch invariance: one wave computes a row, over its keys in a fixed order, and updates the row's
+            // maximum at every tile of keys. Lists of tiles break it: they begin with the blocks that the mask
+            // hides in part for any row of a tile, so the order of a row's keys depends on the other rows.
             promises: Promises { batch_invariant: list.is_none(), ..deterministic_rows() },
             details,
             kernel: Self { kernel, list },

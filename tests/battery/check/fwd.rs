@@ -60,7 +60,8 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
     Ok(Verdict { logits: all.logits(), tensors, faults: all.faults, note: None })
 }
 
-/// Error that f32 may have in a small output, relative to 1 and to the number.
+/// Tolerance of f32 small outputs (such as row maxima): a number may differ from the expected one, `want`, by this
+/// times `1 + |want|`.
 const SMALL_TOLERANCE: f64 = 3e-5;
 
 /// Faults of the small outputs that a call has written.

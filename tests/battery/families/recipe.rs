@@ -61,7 +61,7 @@ pub(crate) const AXES: [usize; 18] = [
     3, // LSE, keep mask
 ];
 
-/// Places in [`AXES`].
+/// Index of each axis in [`AXES`].
 pub(crate) mod axis {
     pub(crate) const DTYPE: usize = 0;
     pub(crate) const SEQUENCES: usize = 3;
@@ -128,7 +128,7 @@ pub(super) fn fp8_scales(kind: Descale, problem: &mut FwdProblem) {
     problem.scales.descale_v = if problem.dtypes.v.is_fp8() { kind } else { Descale::None };
 }
 
-/// Batch or group, all rows logical or not.
+/// Layout of the sequences, and whether all rows are in use or some sequences are shorter.
 fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) {
     let dims = &mut problem.dims;
     let (q, k) = (dims.seqlen_q, dims.seqlen_k);
@@ -155,7 +155,7 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
             dims.batch = 3;
             (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
             let mut lengths = Lengths::packed(&[(q + 3, k + 2), (q, 5), (1, k)]);
-            // The logical lengths; rows past the last offset belong to no sequence.
+            // The lengths in use; rows past the last offset belong to no sequence.
             lengths.seqused_q = signed([q, q - q / 2, 1]).to_vec();
             lengths.seqused_k = signed([k, 0, k]).to_vec();
             lengths.totals = Totals::packed(2 * q + 4 + 2, 2 * k + 7 + 3);

@@ -26,7 +26,7 @@ pub(crate) struct Dots<'a> {
 /// Queries of a head, contiguous, and the keys of a window.
 #[derive(Clone, Copy)]
 struct Group {
-    /// The first query's.
+    /// Index of the group's first query among all rows.
     row: usize,
     head: usize,
     first: usize,

@@ -27,7 +27,7 @@ pub(crate) const BLOCK_KEYS: usize = 64;
 /// Bytes of the widest unit.
 const UNIT_BYTES: usize = 2 * 16 * 4;
 
-/// Elements of a unit.
+/// Number of f32 elements of a unit, the piece of a row that is multiplied at once.
 pub(crate) const fn unit<S: Simd>() -> usize {
     2 * S::LANES
 }
@@ -37,7 +37,8 @@ pub(crate) const fn unit<S: Simd>() -> usize {
 pub(crate) enum Order {
     /// f32 in their own order.
     Plain,
-    /// f32; in each unit the elements at even places come before those at odd places, as widened bf16 do.
+    /// f32; in each unit the elements at even places come before those at odd places, as in bf16 that is converted
+    /// to f32.
     EvenOdd,
     /// f32; in each unit the even groups of four elements come before the odd groups, as paired rows of bf16
     /// do.
@@ -75,7 +76,7 @@ pub(crate) struct Block<'a> {
     pub(crate) heads: usize,
     pub(crate) dim: usize,
     pub(crate) dtype: DType,
-    /// Tables that widen FP8 codes to bf16, one for each head; empty for other types.
+    /// Tables that convert FP8 codes to bf16, one for each head; empty for other types.
     pub(crate) codes: &'a [BytePlanes],
     /// Queries of each head. The rows of one head follow those of the head before.
     pub(crate) queries: usize,
@@ -112,9 +113,9 @@ mod met {
     pub(super) const AS_F32: u8 = 0;
     /// Pairs of bf16.
     pub(super) const IN_PAIRS: u8 = 1;
-    /// FP8 codes, widened to pairs of bf16 in registers.
+    /// FP8 codes, converted to pairs of bf16 in registers.
     pub(super) const CODES_IN_PAIRS: u8 = 2;
-    /// FP8 codes, widened to bf16 and then to f32.
+    /// FP8 codes, converted to bf16 and then to f32.
     pub(super) const CODES_AS_F32: u8 = 3;
 
     /// Whether elements are codes.

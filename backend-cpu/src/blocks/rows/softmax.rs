@@ -124,7 +124,7 @@ impl<'a> SoftmaxRows<'a> {
         }
     }
 
-    /// The next row.
+    /// Processes the next row of scores.
     #[inline(always)]
     fn row<S: Simd>(&mut self, s: S) {
         let Some(sums) = self.sums.get_mut(self.done) else { return };

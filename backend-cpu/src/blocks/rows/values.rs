@@ -34,7 +34,7 @@ const fn most_queries<S: Simd>(met: u8) -> usize {
 /// Queries of a head, one after another, and the keys of a window.
 #[derive(Clone, Copy)]
 struct Group {
-    /// The first query's.
+    /// Index of the group's first query among all rows.
     row: usize,
     /// A bit for each key.
     seen: u64,

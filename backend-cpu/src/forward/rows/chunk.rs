@@ -52,7 +52,7 @@ impl<'a> Shared<'a> {
         let of_each = |of: &dyn Fn(&HeadScore) -> f32| -> Vec<f32> {
             heads.iter().step_by(ratio as usize).map(of).collect()
         };
-        // A widened cache contains its descale already.
+        // K and V that were converted to Q's type are multiplied by their descale already.
         let descale = |head: &HeadScore| if self.k.widened.is_some() { 1.0 } else { head.descale_k };
         let (k, widen_k) = self.k.widened_by::<S>(&of_each(&|head| head.descale_k), task.rows);
         let (v, widen_v) = self.v.widened_by::<S>(&of_each(&|head| head.descale_v), task.rows);

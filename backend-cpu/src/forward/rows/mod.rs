@@ -74,7 +74,7 @@ struct Task {
 }
 
 impl Task {
-    /// Rows of all heads.
+    /// Number of (head, query) pairs of the task.
     fn states(&self) -> usize {
         (self.heads.1 * self.rows) as usize
     }
@@ -114,7 +114,7 @@ impl State {
 const HEADER: usize = 16;
 
 impl Shared<'_> {
-    /// Whether a sequence is taken in rows.
+    /// Whether a sequence is computed row by row, without panels of several queries.
     pub(super) fn in_rows(&self, span: &SeqSpan) -> bool {
         let few = self.blocks.rows_only || self.problem.cache.tree_mask || span.seqlen_q <= FEW_QUERIES;
         // Code and masks as data use panels for any number of queries, so that a row's bits do not depend on that
@@ -180,7 +180,7 @@ impl Shared<'_> {
         self.keys_in_tiles::<S>() && self.values_in_tiles::<S>() && self.k.widened.is_some()
     }
 
-    /// Whether either is.
+    /// Whether the products with K or those with V use matrix tiles.
     fn in_tiles<S: Simd>(&self) -> bool {
         self.keys_in_tiles::<S>() || self.values_in_tiles::<S>()
     }

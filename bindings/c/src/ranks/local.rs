@@ -57,7 +57,7 @@ impl Local {
             let text = "caller_workspace 1: a plan over ranks has scratch of its own";
             return Err(refused("caller_workspace", text.to_owned()));
         }
-        // SAFETY: the caller promised C strings, and so many runs and offsets.
+        // SAFETY: the caller promised C strings, and as many runs and offsets as the counts say.
         let (scheme, links, cu_q, cu_k) = unsafe {
             (
                 text("scheme", ranks.scheme)?,
@@ -182,7 +182,7 @@ unsafe fn offsets(
         return Ok(None);
     }
     let count = size("batch", batch)? as usize + 1;
-    // SAFETY: the caller promised so many.
+    // SAFETY: the caller promised `count` offsets at this pointer.
     let given = unsafe { std::slice::from_raw_parts(pointer, count) };
     let unsigned = |&at: &i32| {
         u32::try_from(at).map_err(|_| refused(field, format!("{field}: an offset of {at} is below 0")))
@@ -191,7 +191,7 @@ unsafe fn offsets(
 }
 
 /// # Safety
-/// `runs` is null or so many of host memory.
+/// `runs` is null, or points to `count` structs in host memory.
 unsafe fn partition(
     (field, kind): (&'static str, i32),
     (runs, count): (*const FmhaRun, i64),
@@ -212,7 +212,7 @@ unsafe fn partition(
     let given = if count == 0 || runs.is_null() {
         &[]
     } else {
-        // SAFETY: the caller promised so many.
+        // SAFETY: the caller promised `count` structs at this pointer.
         unsafe { std::slice::from_raw_parts(runs, count) }
     };
     if given.len() != count {

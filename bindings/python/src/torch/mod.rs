@@ -20,7 +20,7 @@ use shims::{Owned, Shims, Value};
 
 static SHIMS: OnceLock<Shims> = OnceLock::new();
 
-/// Results of an operator, in its schema's order.
+/// Tensors that an operator returns, in the order of its torch schema.
 type Results = SmallVec<[Owned; 5]>;
 
 /// Defines the operators `fmha::*` in the torch that the process has imported; once.
@@ -65,7 +65,7 @@ unsafe fn run_kept(shims: &'static Shims, operator: &Operator, stack: *mut Value
         Ok(Ok((results, list))) => {
             let results = results.into_iter().map(Owned::into_value).chain(list);
             for (i, result) in results.enumerate() {
-                // SAFETY: the schema has as many results, and torch room for them.
+                // SAFETY: torch's schema of the operator has as many results, and the stack has room for them.
                 unsafe { *stack.add(i) = result };
             }
             return true;
@@ -95,7 +95,7 @@ unsafe fn execute(
         .iter()
         .map(|&(slot, take)| {
             let word = next();
-            // SAFETY: the schema has a tensor, or an optional one, at this place.
+            // SAFETY: torch's schema has a tensor, or an optional one, at this place of the stack.
             let handle = unsafe {
                 match take {
                     Take::Given | Take::Written => Some(shims.own(word)),
@@ -108,7 +108,7 @@ unsafe fn execute(
     let mut request = Request::new();
     request.numbers = match operator.numbers {
         Spelt::Each(count) => Numbers::read(count, |spelt| match spelt {
-            // SAFETY: the schema has an optional number at this place.
+            // SAFETY: torch's schema has an optional number at this place of the stack.
             "float?" => unsafe { shims.optional(next()) }.unwrap_or(f64::NAN.to_bits()),
             _ => next(),
         }),
@@ -122,7 +122,7 @@ unsafe fn execute(
         // SAFETY: the schema has three texts, a list of tensors and one of numbers at these places.
         code = Some(unsafe { Taken::new(shims, words, wanted)? });
     }
-    // SAFETY: the schema has an optional tensor at this place.
+    // SAFETY: torch's schema has an optional tensor at this place of the stack.
     if let Some(seed) = operator.is_seeded.then(|| unsafe { shims.own_optional(next()) }).flatten() {
         request.numbers.seed = drawn(&seed.describe(DRAWN_SEED)?)?;
     }
@@ -153,7 +153,7 @@ struct Taken {
     _names: Vec<CString>,
     tensors: Vec<Owned>,
     captured: Vec<Captured>,
-    /// Bits of the captured tensors whose gradients are wanted.
+    /// Bits of the captured tensors whose gradients are wanted: bit i for tensor i.
     wanted: i64,
 }
 

@@ -70,7 +70,7 @@ pub(super) struct Operator {
     pub(super) is_seeded: bool,
     /// Whether, behind its numbers, it takes a score and a mask as code and what they capture.
     pub(super) code: Coding,
-    /// Number of tensors that the operator returns, besides a list of captured gradients.
+    /// Number of tensors that the operator returns, besides a list of gradients of captured tensors.
     num_results: usize,
     /// Makes the results and puts them into the request.
     pub(super) results: fn(&mut Making<'_>) -> Result<(), Wrong>,

@@ -193,7 +193,7 @@ struct OrdinalGet {
     ordinal: i32,
 }
 
-/// Place of a function that this crate does not call.
+/// Stands for a function of XLA's table that this crate does not call.
 type Unused = *const c_void;
 type Function<T> = unsafe extern "C" fn(*mut T) -> *mut XlaError;
 
@@ -326,7 +326,7 @@ impl CallFrame {
         if array.dtype != S64 {
             return Err(format!("the attribute {name} is of type {}, not of int64", array.dtype));
         }
-        // SAFETY: so many numbers of 8 bytes, at any address.
+        // SAFETY: the array has as many numbers of 8 bytes as its size says, at any address.
         let number = |i: usize| unsafe { array.data.cast::<i64>().add(i).read_unaligned() };
         Ok((0..array.size).map(number).collect())
     }
@@ -536,7 +536,7 @@ mod tests {
     }
 
     fn frame(api: &Api) -> CallFrame {
-        // SAFETY: numbers and pointers, of which all bits may be 0: nothing is given.
+        // SAFETY: all fields are numbers or pointers, for which zero bits are valid and say that a field is absent.
         let mut frame: CallFrame = unsafe { std::mem::zeroed() };
         frame.api = api;
         frame

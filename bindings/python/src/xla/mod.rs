@@ -114,7 +114,7 @@ fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
     plans::run(&request, |bytes| frame.scratch(bytes, plans::ALIGNMENT))
 }
 
-/// A score and a mask as code, as attributes spell them.
+/// A score function and a mask function, as attributes spell them.
 struct Spelt {
     /// Score and mask.
     texts: [CString; 2],
@@ -161,7 +161,7 @@ impl Spelt {
         Ok(Self { texts: [score, mask], _names: names, captured })
     }
 
-    /// Slot of a captured tensor or of its gradient; `None` for other slots.
+    /// The field for a captured tensor, or for its gradient, that a slot names; `None` for other slots.
     fn place(&mut self, slot: i64) -> Option<&mut Tensor> {
         let of = |first: i64| usize::try_from(slot.checked_sub(first)?).ok();
         match of(FIRST_GRADIENT) {

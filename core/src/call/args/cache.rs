@@ -39,7 +39,7 @@ pub struct CacheArgs<'a> {
     pub cos: Option<DevSlice<'a>>,
     /// Sines of the rotary embedding.
     pub sin: Option<DevSlice<'a>>,
-    /// u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
+    /// Words of the tree mask, u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
     pub tree_mask: Option<DevSlice<'a>>,
 }
 

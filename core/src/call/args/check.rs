@@ -441,7 +441,7 @@ impl Operands {
         self.read("seqused_k", &seq.seqused_k, problem.layout.seqused_k, (I32, batch))
     }
 
-    /// Masks as data.
+    /// Checks the tensors of a call's masks (intervals, bits, lists of blocks).
     fn masks(
         &mut self,
         problem: &FwdProblem,
@@ -671,7 +671,7 @@ impl Operands {
         )
     }
 
-    /// Checks a tensor that is given iff it is wanted.
+    /// Checks an optional tensor: it is there exactly if the problem wants it, and large enough.
     #[inline(always)]
     fn optional_tensor(
         &mut self,
@@ -714,7 +714,7 @@ impl Operands {
         self.optional(name, access, wanted, elem, elems.saturating_mul(4), 4)
     }
 
-    /// Checks scratch that is given if the plan needs some.
+    /// Checks the caller's workspace against the size that the plan needs, if any.
     fn workspace(&mut self, given: Option<&DevSliceMut<'_>>, wanted: Workspace) -> Result<(), ProblemError> {
         let needed = wanted.bytes > 0;
         // A caller may bring scratch to a plan that needs none.

@@ -118,7 +118,7 @@ impl Told {
         }
     }
 
-    /// Type for reading.
+    /// Element type of the memory, for a call that reads it.
     pub(crate) fn read(&self) -> ElemType {
         let code = usize::from(self.0.load(Relaxed) & !Self::BY_A_CALL);
         match code.checked_sub(Self::OTHERS.len()) {
@@ -127,7 +127,7 @@ impl Told {
         }
     }
 
-    /// Type for writing.
+    /// Element type of the memory, for a call that writes it.
     pub(crate) fn written(&self) -> ElemType {
         if self.is_by_a_call() { ElemType::Bytes } else { self.read() }
     }

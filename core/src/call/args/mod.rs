@@ -276,17 +276,17 @@ pub struct BlockTable<'a> {
 pub struct SeqArgs<'a> {
     /// Rows of packed tensors, pages of paged ones.
     pub totals: Totals,
-    /// Packed Q: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
+    /// Packed Q: i32 `[batch + 1]`, first row of each sequence in the memory of Q and O.
     pub cu_seqlens_q: Option<DevSlice<'a>>,
-    /// Packed K: i32 `[batch + 1]`, first physical row of each sequence of K and V.
+    /// Packed K: i32 `[batch + 1]`, first row of each sequence in the memory of K and V.
     pub cu_seqlens_k: Option<DevSlice<'a>>,
     /// Paged K: the pages of each sequence.
     pub block_table: Option<BlockTable<'a>>,
     /// Packed new keys: i32 `[batch + 1]`, first row of each sequence of k_new and v_new.
     pub cu_seqlens_new: Option<DevSlice<'a>>,
-    /// i32 `[batch]`: logical queries, where the problem says so.
+    /// i32 `[batch]`: number of queries in use of each sequence, where the problem says so.
     pub seqused_q: Option<DevSlice<'a>>,
-    /// i32 `[batch]`: logical keys in the cache before the call, where the problem says so.
+    /// i32 `[batch]`: number of keys in the cache before the call, where the problem says so.
     pub seqused_k: Option<DevSlice<'a>>,
     /// i32 `[batch, seqlen_q, num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`: the keys that each token
     /// lists, iff the problem has [`lists`](crate::FwdProblem::lists).
@@ -342,11 +342,11 @@ pub struct ScoreArgs<'a> {
     pub captured: &'a [DevSlice<'a>],
     /// The numbers that score and mask capture, one for each of [`Code::numbers`](crate::Code::numbers).
     pub numbers: &'a [Number],
-    /// Position of the dropout generator, given iff the problem has dropout.
+    /// Position of the random generator of dropout, given iff the problem has dropout.
     pub dropout: Option<DropoutSeed>,
 }
 
-/// Masks as data; each tensor is there iff the problem's [`Masks`](crate::Masks) say so.
+/// Tensors of a call's masks; each tensor is there iff the problem's [`Masks`](crate::Masks) say so.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct MaskArgs<'a> {
@@ -355,11 +355,11 @@ pub struct MaskArgs<'a> {
     /// u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`, with `words = ceil(seqlen_k /
     /// 32)`.
     pub bits: Option<DevSlice<'a>>,
-    /// i32 `[batch or 1, heads, blocks_q]`: blocks of the partial list.
+    /// i32 `[batch or 1, heads, blocks_q]`: number of blocks in each row of the partial list.
     pub kv_num_blocks: Option<DevSlice<'a>>,
     /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
     pub kv_indices: Option<DevSlice<'a>>,
-    /// i32 `[batch or 1, heads, blocks_q]`: blocks of the full list.
+    /// i32 `[batch or 1, heads, blocks_q]`: number of blocks in each row of the full list.
     pub full_kv_num_blocks: Option<DevSlice<'a>>,
     /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
     pub full_kv_indices: Option<DevSlice<'a>>,
@@ -397,7 +397,7 @@ pub struct FwdArgs<'a> {
     pub seq: SeqArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
-    /// Masks as data.
+    /// Tensors of the masks.
     pub masks: MaskArgs<'a>,
     /// Operands of the cache's use.
     pub cache: CacheArgs<'a>,
@@ -488,7 +488,7 @@ pub struct BwdArgs<'a> {
     pub dv: DevSliceMut<'a>,
     /// Gradient of the elementwise bias, iff the problem asks for it.
     pub dbias: Option<DevSliceMut<'a>>,
-    /// Gradients of captured tensors, dense, one for each of the problem's
+    /// Gradients of tensors that the score function captures, dense, one for each of the problem's
     /// [`dcaptured`](crate::BwdProblem::dcaptured).
     pub dcaptured: Vec<DevSliceMut<'a>>,
     /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
@@ -497,7 +497,7 @@ pub struct BwdArgs<'a> {
     pub seq: SeqArgs<'a>,
     /// Operands of the score, as in the forward call.
     pub score: ScoreArgs<'a>,
-    /// Masks as data, as in the forward call.
+    /// Tensors of the masks, as in the forward call.
     pub masks: MaskArgs<'a>,
     /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes. Its
     /// contents mean nothing, before and after.
@@ -543,7 +543,7 @@ pub struct QuantizeArgs<'a> {
     pub elements: DevSliceMut<'a>,
     /// The scales of blocks.
     pub scales: DevSliceMut<'a>,
-    /// The tensor's scale, one f32, iff the problem has it given.
+    /// Scale of the whole tensor, one f32, iff the problem says that the caller gives it.
     pub tensor_scale: Option<DevSlice<'a>>,
     /// The tensor's scale, one f32, iff the problem has it written.
     pub written_scale: Option<DevSliceMut<'a>>,
@@ -565,7 +565,7 @@ pub struct ChooseArgs<'a> {
     pub k_scale: Option<DevSlice<'a>>,
     /// Pages of each sequence, i32 `[batch, max_pages]`.
     pub block_table: Option<DevSlice<'a>>,
-    /// Given scores, f32 `[batch, seqlen_q, seqlen_k]`.
+    /// Scores that the caller gives in place of an indexer's, f32 `[batch, seqlen_q, seqlen_k]`.
     pub given: Option<DevSlice<'a>>,
     /// Keys of each sequence, i32 `[batch]`.
     pub seqused_k: Option<DevSlice<'a>>,
@@ -573,7 +573,7 @@ pub struct ChooseArgs<'a> {
     pub first: Option<DevSlice<'a>>,
     /// One past the last candidate of each query, i32 `[batch, seqlen_q]`.
     pub end: Option<DevSlice<'a>>,
-    /// The lists, i32 `[batch, seqlen_q, topk]`.
+    /// Output: a list of chosen keys or blocks for each query, i32 `[batch, seqlen_q, topk]`.
     pub indices: Option<DevSliceMut<'a>>,
     /// The scores, f32 `[batch, seqlen_q, seqlen_k]`, of blocks `[batch, seqlen_q, num_blocks]`.
     pub scores: Option<DevSliceMut<'a>>,

@@ -6,8 +6,8 @@ use smallvec::SmallVec;
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 
-/// Limit of the nodes that a search visits, which takes some tens of microseconds. Tensors with nested strides,
-/// such as slices of one buffer, need a handful.
+/// Most nodes of the search tree that deciding about two tensors may visit; so many take some tens of microseconds.
+/// Tensors with nested strides, such as slices of one buffer, need a handful.
 const MAX_NODES: u32 = 4096;
 
 /// Limit of a tensor's extent in bytes: with more, the sum of two extents would not fit 64 bits.

@@ -15,7 +15,7 @@ pub struct SecondArgs<'a> {
     /// Lengths, pages and lists of the second cache's keys. Fields about queries are `None` here, since the call's
     /// own `seq` has them.
     pub seq: SeqArgs<'a>,
-    /// Endpoints of its intervals, iff it has some.
+    /// Endpoints of the second cache's intervals of visible keys, iff it has intervals.
     pub intervals: Option<DevSlice<'a>>,
 }
 

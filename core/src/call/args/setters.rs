@@ -13,23 +13,23 @@ impl<'a> SeqArgs<'a> {
     setters! {
         /// Rows of packed tensors, pages of paged ones.
         totals: Totals => totals;
-        /// Packed Q: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
+        /// Packed Q: i32 `[batch + 1]`, first row of each sequence in the memory of Q and O.
         cu_seqlens_q: impl Into<Option<DevSlice<'a>>> => cu_seqlens_q;
-        /// Packed K: i32 `[batch + 1]`, first physical row of each sequence of K and V.
+        /// Packed K: i32 `[batch + 1]`, first row of each sequence in the memory of K and V.
         cu_seqlens_k: impl Into<Option<DevSlice<'a>>> => cu_seqlens_k;
         /// Paged K: the pages of each sequence.
         block_table: impl Into<Option<BlockTable<'a>>> => block_table;
         /// Packed new keys: i32 `[batch + 1]`, first row of each sequence of k_new and v_new.
         cu_seqlens_new: impl Into<Option<DevSlice<'a>>> => cu_seqlens_new;
-        /// i32 `[batch]`: logical queries.
+        /// i32 `[batch]`: number of queries in use of each sequence.
         seqused_q: impl Into<Option<DevSlice<'a>>> => seqused_q;
-        /// i32 `[batch]`: logical keys in the cache before the call.
+        /// i32 `[batch]`: number of each sequence's keys that are in the cache before the call.
         seqused_k: impl Into<Option<DevSlice<'a>>> => seqused_k;
         /// i32: the keys that each token lists.
         indices: impl Into<Option<DevSlice<'a>>> => indices;
-        /// i32: entries of the lists in use.
+        /// i32: number of entries in use of each list of keys.
         topk_length: impl Into<Option<DevSlice<'a>>> => topk_length;
-        /// Words that announce the pieces of K and V.
+        /// Flags in memory that announce which pieces of K and V have arrived.
         arrivals: impl Into<Option<Arrivals<'a>>> => arrivals;
     }
 }
@@ -46,7 +46,7 @@ impl<'a> ChooseArgs<'a> {
         k_scale: impl Into<Option<DevSlice<'a>>> => k_scale;
         /// Pages of each sequence, i32.
         block_table: impl Into<Option<DevSlice<'a>>> => block_table;
-        /// Given scores, f32.
+        /// Scores that the caller gives in place of an indexer's, f32.
         given: impl Into<Option<DevSlice<'a>>> => given;
         /// Keys of each sequence, i32.
         seqused_k: impl Into<Option<DevSlice<'a>>> => seqused_k;
@@ -54,7 +54,7 @@ impl<'a> ChooseArgs<'a> {
         first: impl Into<Option<DevSlice<'a>>> => first;
         /// One past the last candidate of each query, i32.
         end: impl Into<Option<DevSlice<'a>>> => end;
-        /// The lists, i32.
+        /// Output: the lists of chosen keys or blocks, i32.
         indices: impl Into<Option<DevSliceMut<'a>>> => indices;
         /// The scores, f32.
         scores: impl Into<Option<DevSliceMut<'a>>> => scores;
@@ -71,7 +71,7 @@ impl<'a> QuantizeArgs<'a> {
     }
 
     setters! {
-        /// The tensor's given scale, f32.
+        /// Scale of the whole tensor, f32, where the problem says that the caller gives it.
         tensor_scale: impl Into<Option<DevSlice<'a>>> => tensor_scale;
         /// The tensor's scale that is written, f32.
         written_scale: impl Into<Option<DevSliceMut<'a>>> => written_scale;
@@ -104,7 +104,7 @@ impl<'a> ScoreArgs<'a> {
         captured: &'a [DevSlice<'a>] => captured;
         /// The numbers that score and mask capture.
         numbers: &'a [Number] => numbers;
-        /// Position of the dropout generator.
+        /// Position of the random generator of dropout.
         dropout: impl Into<Option<DropoutSeed>> => dropout;
     }
 }
@@ -113,7 +113,7 @@ impl<'a> MaskArgs<'a> {
     setters! {
         /// i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
         intervals: impl Into<Option<DevSlice<'a>>> => intervals;
-        /// u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`.
+        /// Words of the mask as bits, u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`.
         bits: impl Into<Option<DevSlice<'a>>> => bits;
         /// i32 `[batch or 1, heads, blocks_q]`.
         kv_num_blocks: impl Into<Option<DevSlice<'a>>> => kv_num_blocks;
@@ -148,7 +148,7 @@ impl<'a> CacheArgs<'a> {
         cos: impl Into<Option<DevSlice<'a>>> => cos;
         /// Sines of the rotary embedding.
         sin: impl Into<Option<DevSlice<'a>>> => sin;
-        /// u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
+        /// Words of the tree mask, u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
         tree_mask: impl Into<Option<DevSlice<'a>>> => tree_mask;
     }
 }
@@ -161,7 +161,7 @@ impl<'a> FwdArgs<'a> {
         seq: SeqArgs<'a> => seq;
         /// Operands of the score.
         score: ScoreArgs<'a> => score;
-        /// Masks as data.
+        /// Tensors of the masks.
         masks: MaskArgs<'a> => masks;
         /// Scales of K by rows.
         k_scale: impl Into<Option<CacheSlice<'a>>> => k_scale;
@@ -234,7 +234,7 @@ impl<'a> BwdArgs<'a> {
         dlse: impl Into<Option<DevSlice<'a>>> => dlse;
         /// Gradient of the elementwise bias, iff the problem asks for it.
         dbias: impl Into<Option<DevSliceMut<'a>>> => dbias;
-        /// Gradients of captured tensors, dense.
+        /// Gradients of tensors that the score function captures, dense.
         dcaptured: Vec<DevSliceMut<'a>> => dcaptured;
         /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
         dsink: impl Into<Option<DevSliceMut<'a>>> => dsink;
@@ -242,7 +242,7 @@ impl<'a> BwdArgs<'a> {
         seq: SeqArgs<'a> => seq;
         /// Operands of the score, as in the forward call.
         score: ScoreArgs<'a> => score;
-        /// Masks as data, as in the forward call.
+        /// Tensors of the masks, as in the forward call.
         masks: MaskArgs<'a> => masks;
         /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes.
         workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;

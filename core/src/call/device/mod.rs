@@ -165,7 +165,7 @@ impl Device {
         self.planned(problem, options, |problem, options| self.0.plan_quantize(problem, options))
     }
 
-    /// A plan, of which the program's logger is told.
+    /// Makes a plan, and reports it to the program's logger.
     fn planned<P: Problem>(
         &self,
         problem: &P,

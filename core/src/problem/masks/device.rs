@@ -24,35 +24,35 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Masks as data of a call.
+    /// Kernel argument with the tensors of a call's masks.
     pub struct MaskDataParams {
-        /// Endpoints.
+        /// Endpoints of the intervals of keys that each query sees.
         pub intervals: MaskTensor,
-        /// Words of bits.
+        /// Words of the mask as bits.
         pub bits: MaskTensor,
-        /// Counts of the partial list.
+        /// Number of blocks in each row of the partial list.
         pub kv_num_blocks: MaskTensor,
-        /// Indices of the partial list.
+        /// Block indices of the partial list.
         pub kv_indices: MaskTensor,
-        /// Counts of the full list.
+        /// Number of blocks in each row of the full list.
         pub full_kv_num_blocks: MaskTensor,
-        /// Indices of the full list.
+        /// Block indices of the full list.
         pub full_kv_indices: MaskTensor,
-        /// Endpoints of a row.
+        /// Number of endpoints of a query.
         pub endpoints: i32,
-        /// Query heads that share a head of the intervals.
+        /// Number of query heads that share the intervals of one head.
         pub intervals_ratio: i32,
-        /// Query heads that share a head of the bits.
+        /// Number of query heads that share the bits of one head.
         pub bits_ratio: i32,
-        /// Query heads that share a head of the lists.
+        /// Number of query heads that share the block lists of one head.
         pub lists_ratio: i32,
-        /// Queries of a block; 0 if there are no lists.
+        /// Queries of a block of the lists; 0 if there are no lists.
         pub block_q: i32,
-        /// Keys of a block.
+        /// Keys of a block of the lists.
         pub block_k: i32,
-        /// Capacity of a row of the partial list, in indices.
+        /// Most block indices that a row of the partial list has room for.
         pub max_blocks: i32,
-        /// Capacity of a row of the full list, in indices.
+        /// Most block indices that a row of the full list has room for.
         pub full_max_blocks: i32,
     }
 }

@@ -10,7 +10,7 @@ use crate::mask::{BlockClass, MaskBand};
 use crate::problem::{FwdProblem, ValidFwd};
 use crate::seq::SeqSpan;
 
-/// Answer of masks as data for a key.
+/// Whether masks as data (tensors) show a key to a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shown {
     /// The key is hidden.
@@ -182,7 +182,7 @@ pub struct HeadMasks<'a> {
 }
 
 impl HeadMasks<'_> {
-    /// Answer of masks as data for key `j` and query `i`.
+    /// Whether the masks as data (tensors) show key `j` to query `i`.
     #[must_use]
     pub fn shown(&self, i: u32, j: u32) -> Shown {
         let mut shown = Shown::No;

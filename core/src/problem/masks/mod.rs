@@ -21,7 +21,7 @@ use crate::problem::{Dims, FwdProblem, MAX_SEQLEN, check_input};
 /// A type of 4 bytes, the element size of i32 and u32 masks.
 const FOUR_BYTES: DType = DType::F32;
 
-/// Which keys a query sees, as data.
+/// Masks that tensors give: intervals of keys, bits, lists of blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Masks {
@@ -165,7 +165,7 @@ impl BlockLists {
 }
 
 impl Masks {
-    /// Whether there are no masks as data.
+    /// Whether the problem has no masks as data (tensors).
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()

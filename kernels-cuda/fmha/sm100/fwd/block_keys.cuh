@@ -37,7 +37,7 @@ struct BlockKeys {
   }
   // The batch coordinate of the maps: packed keys have one batch.
   FMHA_DEVICE int32_t batch() const { return spec.kv_layout == KvKind::Packed ? 0 : i_batch; }
-  // Place of key j, of a copy.
+  // Where key j lies in memory, for a copy of its row.
   FMHA_DEVICE KvRow place(const FwdParams& p, int32_t j) const {
     return kv_row(p, spec.kv_layout, {i_batch, i_batch, 0, 0, k_row, seqlen_k}, j);
   }

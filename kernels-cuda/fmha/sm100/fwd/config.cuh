@@ -76,7 +76,7 @@ FMHA_DEVICE constexpr int num_load_arrivals() {
 }
 // Whether the zero role brings scales, beside TMA.
 FMHA_DEVICE consteval bool has_scale_role(const Sm100Tile& tile) { return is_scaled(tile) && tile.copy_bytes == 0; }
-// Warps that walk a tile's blocks to load them.
+// Number of warps that load a tile's blocks of keys.
 FMHA_DEVICE consteval int num_load_warps(const Sm100Tile& tile) {
   return tile.copy_bytes > 0 || is_scaled(tile) ? 2 : 1;
 }

@@ -239,7 +239,7 @@ struct Loader {
     ++v.next;
   }
   FMHA_DEVICE void tell_zero_role(int32_t slot, int32_t first_row) {
-    // The role that gathers scales walks the blocks itself.
+    // The role that gathers scales visits the blocks itself.
     if constexpr (has_scale_role(tile)) return;
     ptx::mbarrier_wait_parity(smem.zero_empty, zero_phase);
     zero_phase ^= 1;

@@ -19,7 +19,7 @@ struct DqShape {
   static constexpr int row_groups = tile.columns / mma::kRows, parts = tile.warps / row_groups, n = dim / parts;
   static_assert(tile.warps % row_groups == 0 && dim % parts == 0 && n % 16 == 0, "sm80: all warps have whole products of dQ");
 
-  // Start of a block's sums.
+  // Address of the sums of dQ of a block of queries.
   FMHA_DEVICE static float* block_of(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t first_query) {
     return p.dq_sums + stats_offset(p, span, i_head, first_query) * dim;
   }

@@ -57,7 +57,7 @@ struct Smem : SmemParts<spec, tile> {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
 };
 
-// The sums of a key's row, of dK or of dV.
+// Sums in memory of a key's row of dK or of dV.
 template <BwdSpec spec>
 struct Sums {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
@@ -261,7 +261,7 @@ struct Token {
     score();
     __syncthreads();
   }
-  // dK and dV of that block, to their sums.
+  // Adds dK and dV of that block to their sums in memory.
   FMHA_DEVICE void add_block() const {
     const Sums<spec> sums{p};
     const auto row = [&](int32_t j) { return sums.row(list.span.i_batch, list.i_head_kv, j); };

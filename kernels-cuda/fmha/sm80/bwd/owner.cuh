@@ -235,7 +235,7 @@ struct Owner {
     for (int e = 0; e < sum.num_elems; ++e) sum[e] += dp[0][e];
   }
 
-  // Adds to `sums` a block's share in the gradients of captured tensors.
+  // Adds to `sums` what a block contributes to the gradients of captured tensors.
   template <class Queries, class Sums>
   FMHA_DEVICE void add_captured(int32_t slot, int32_t block, const Queries& queries, Sums& sums) const {
     const BlockClass kind = class_of(block);

@@ -178,7 +178,7 @@ FMHA_DEVICE void copy_rows_of_bytes(const Rows& rows, const void* any, RowOf row
   }
 }
 
-// Widens rows of bytes to bf16, a warp a row.
+// Converts rows of bytes (FP8) to bf16, one row per warp.
 template <bool converts, int threads, class Tile, class Rows>
 FMHA_DEVICE void widen_rows_of_bytes(const Tile& to, const Rows& rows) {
   using Format = typename Rows::Format;

@@ -59,7 +59,7 @@ using VTile = SmemTile<mma::Storage<spec.dtype_v>, kVColumns<spec> ? dim : tile.
 // An unconverted block of an FP8 cache.
 template <FwdSpec spec, Sm80Tile tile, int dim>
 using RawBlock = RawTile<tile.block_n, tile_dim(dim, spec.dtype_qk, tile)>;
-// The block that is widened, K's or V's.
+// The block of K or of V that is converted to Q's type.
 template <FwdSpec spec, Sm80Tile tile>
 union WideBlock {
   KTile<spec, tile> k;

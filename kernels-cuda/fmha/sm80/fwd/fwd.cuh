@@ -81,7 +81,7 @@ FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Con
   }
 }
 
-// Walks the tile's blocks of keys.
+// Processes the tile's blocks of keys one after another.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   if constexpr (tile.stages == 1 && Loader<spec, tile, Keys>::has_few_warps) return walk_in_little_code<true>(loader, consumer, work);

@@ -93,7 +93,7 @@ struct Shape {
   static constexpr bool gradient_each = has_gradient_each(tile);
   static constexpr int dk_columns = gradient_each ? max(dim_qk, dim_v) : splits_dims(tile) ? dim / consumers : dim_qk;
   static constexpr int dv_columns = gradient_each ? 0 : splits_dims(tile) ? dim / consumers : dim_v;
-  // Columns of dQ in its sums.
+  // Number of columns of the sums of dQ.
   static constexpr int dq_dim = halves_blocks(tile) ? dim_qk : dim;
   // Consumers share out dQ of a query block by its columns (64 each, as the transpose of dQ, or half each) or by its
   // rows. With three chunks of 64 columns, the first consumers of two CTAs have one chunk each; the second consumers

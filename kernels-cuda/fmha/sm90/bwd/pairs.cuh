@@ -16,7 +16,7 @@ struct QueryTile {
 // Result of masks as data for a block, in kernels without them.
 struct NothingShown {};
 
-// Which of some blocks the mask or the end of the keys cuts.
+// Which of some blocks are hidden in part, by the mask or the end of the keys.
 enum class Edges { None, Some, All };
 
 // `Keys`: which keys queries see.

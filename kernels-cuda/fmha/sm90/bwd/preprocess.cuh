@@ -199,7 +199,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& sch
   }
 }
 
-// `masks`: the masks as data, if any.
+// `masks`: the masks as data (tensors), if any.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
 FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();

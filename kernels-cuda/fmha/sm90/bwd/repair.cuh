@@ -181,7 +181,7 @@ FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& sched
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps,
                              const Masks& masks) {
-  // Tiles lie in the main kernel's order, which under masks walks lists.
+  // Tiles have the main kernel's order; under masks given as data that kernel reads lists of blocks.
   const Work work = resolve_work<spec, tile, EveryKey, !Masks::all>(p, schedule, index);
   if (is_repaired_with_far<spec, tile>(p, schedule, work.span, work.i_head_kv)) return;
   // A consumer warp has 16 keys; if consumers divide the dimension, one warp of each has equal keys.
@@ -218,7 +218,7 @@ FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& sc
   }
 }
 
-// `masks`: the masks as data, if any.
+// `masks`: the masks as data (tensors), if any.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
 FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();

@@ -29,7 +29,7 @@ struct CacheRole {
     float k_factor, v_factor;
   };
 
-  // Some loads come before their stores.
+  // Number of loads from shared memory that widen_rows issues before it stores their elements.
   static constexpr int batch = num_consumers(tile) > 1 ? 2 : 4;
 
   template <class Raw, class Wide>

@@ -113,7 +113,7 @@ struct Consumer {
     r.inside = mask_of<spec>(work, work.seqlen_k).whole(first, last);
     return r;
   }
-  // Whether the mask cuts a block for this warpgroup.
+  // Whether the mask hides a part of a block for this warpgroup.
   FMHA_DEVICE bool is_edge(int32_t block) const {
     return (block + 1) * tile.block_n > rows.inside.end || (has_lo && block * tile.block_n < rows.inside.begin);
   }

@@ -97,7 +97,7 @@ struct Loader {
       if constexpr (SeenKeys::has_tile_list) return seen.entry(part, num_band_blocks, i);
       return spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks) : last_block - i;
     }
-    // Place of key j, of a copy.
+    // Where key j lies in memory, for a copy of its row.
     FMHA_DEVICE KvRow place(const FwdParams& p, int32_t j) const {
       return kv_row(p, spec.kv_layout, {i_batch, i_batch, 0, 0, k_row, seqlen_k}, j);
     }

@@ -176,7 +176,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 
       return this->v + half * P::chunks_half;
     }
   }
-  // Place of the probabilities of a slot's block.
+  // Where P of a slot's block lies in shared memory.
   FMHA_DEVICE const Chunk& probs_of(int slot) const {
     if constexpr (P::has_tail) {
       return k[slot][2 * P::chunks_half];

@@ -52,7 +52,7 @@ FMHA_DEVICE void recompute_found(const Consumer<spec, tile, group>& consumer, co
       const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
       const int32_t i = Work::query_of(p, packed_row);
       SeqSpan span = work.span;
-      // Keys of a list are its places.
+      // Keys of a token's list are numbered by their entries in the list.
       if constexpr (are_of_token<Keys>()) span.seqlen_k = keys.list.count();
       RecomputedRow<spec, tile.stored, Keys> again{p, span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys, keys};
       again.run();

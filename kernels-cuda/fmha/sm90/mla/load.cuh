@@ -297,7 +297,7 @@ struct Loader {
     }
     ptx::cp_async_commit_group();
   }
-  // Widens a part of rows of bytes.
+  // Converts a part of rows of bytes (FP8) to bf16.
   FMHA_DEVICE void widen_bytes(const Part& part, int32_t slot) const {
     const int32_t count = narrow_chunks(part);
     Narrow narrow[P::chunks_half];

@@ -53,7 +53,7 @@ struct WalkedForms {
   [[no_unique_address]] typename Maybe<by_column, Columns>::type columns;
 };
 
-// LSE in log2 and delta of walked queries.
+// LSE in log2 and delta of the queries of a block that the loop visits.
 template <int columns>
 struct WalkedStats {
   alignas(16) float lse_log2[columns];

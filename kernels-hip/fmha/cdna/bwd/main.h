@@ -60,7 +60,7 @@ struct OnMfma {
 
   static FMHA_DEVICE int lane_col(int thread) { return fmha::lane_col(thread); }
   static FMHA_DEVICE int lane_half(int thread) { return fmha::lane_half(thread); }
-  // Row of register `i` within a walked block.
+  // Row of register `i` within a block that the loop visits.
   static FMHA_DEVICE constexpr int walked_row(int i, int half) { return acc_row(i, half); }
 
   // An accumulator of sums as runs of four adjacent elements, and where they lie.
@@ -93,7 +93,7 @@ struct OnMfma {
     return x;
   }
 
-  // sums += walked rows of block `b`, transposed, times P or dS.
+  // Adds to `sums` the visited rows of block `b`, transposed, times P or dS.
   template <class Matrix, class Lane, int blocks>
   static FMHA_DEVICE void add_to(Array<Acc, blocks>& sums, const Matrix& walked, const Lane& lane, int b,
                                  const PairValues& x) {

@@ -9,7 +9,7 @@
 
 namespace fmha::cdna::bwd {
 
-// Place of a block of pairs.
+// Which queries and keys a block of pairs has.
 struct PairPlace {
   int32_t own, walked;  // the lane's own row; the walked row of its register 0
 };

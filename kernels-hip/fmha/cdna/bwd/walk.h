@@ -7,7 +7,7 @@
 
 namespace fmha::cdna::bwd {
 
-// Position of the walk: the blocks of one head, then those of the next.
+// Where the loop over blocks is: it visits the blocks of one head, then those of the next.
 struct Place {
   int32_t i_head, i_block;
 };
@@ -40,7 +40,7 @@ struct HeadBlocks {
     if constexpr (U::spec.masks) return list(place.i_head).tile_at(place.i_block);
     return job.blocks.at(place.i_block);
   }
-  // Whether a block is cut, under masks as data.
+  // Whether masks as data (tensors) hide a part of a block.
   FMHA_DEVICE bool is_cut(Place place) const { return list(place.i_head).is_cut(place.i_block); }
 
   FMHA_DEVICE Place first() const {

@@ -17,14 +17,14 @@ FMHA_DEVICE TokenList list_of(const FwdParams& p, const SeqSpan& span, int32_t i
   return {p, reload_params<ListDecodeParams>().lists, span, band, i, i_head_kv};
 }
 
-// The list of a piece's token.
+// The list of keys that a piece's token has.
 FMHA_DEVICE TokenList list_of(const FwdParams& p, const Job& job) {
   SeqSpan span = job.span;
   span.seqlen_k = job.nameable;
   return list_of(p, span, job.queries.begin, job.i_head_kv);
 }
 
-// Number of places to process: 0 if a list can name no key.
+// Number of list entries to process: 0 if a list can name no key.
 FMHA_DEVICE int32_t places_of(const TokenList& list) {
   const bool has_keys = list.lists.addresses ? list.p.num_pages > 0 : list.span.seqlen_k > 0;
   return has_keys ? v_readfirstlane_b32(list.count()) : 0;

@@ -76,7 +76,7 @@ FMHA_DEVICE uint32_t widened_pair(uint32_t first, uint32_t second, float descale
   return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
 }
 
-// Eight adjacent codes, in two words.
+// Eight adjacent FP8 codes, in two words, converted to 16 bits.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE Frag widened_chunk(uint32_t low, uint32_t high, float descale) {
   Frag frag;

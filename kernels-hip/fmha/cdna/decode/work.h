@@ -43,7 +43,7 @@ FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span
   return resolve_band(mask, span.seqlen_q, span.seqlen_k);
 }
 
-// Places of a tile's keys: a key to each lane that has one.
+// Where a tile's keys lie in memory: one key for each lane that has one.
 struct KeyPlaces {
   int32_t key;   // clamped to the sequence
   int32_t page;  // its page, as the block table has it

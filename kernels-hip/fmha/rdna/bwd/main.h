@@ -101,7 +101,7 @@ struct OnWmma {
 
   static FMHA_DEVICE int lane_col(int thread) { return rdna::lane_col(thread); }
   static FMHA_DEVICE int lane_half(int thread) { return rdna::lane_half(thread); }
-  // Row of register `i` within a walked block.
+  // Row of register `i` within a block that the loop visits.
   static FMHA_DEVICE constexpr int walked_row(int i, int half) {
     return i / kAccElems * kEdge + acc_row(i % kAccElems, half);
   }
@@ -189,7 +189,7 @@ struct OnWmma {
     return __builtin_shufflevector(x[0], x[1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   }
 
-  // sums += walked rows of block `b`, transposed, times P or dS.
+  // Adds to `sums` the visited rows of block `b`, transposed, times P or dS.
   template <class Matrix, int blocks>
   static FMHA_DEVICE void add_to(Array<Acc, blocks>& sums, const Matrix& walked, Nothing, int b, const PairValues& x) {
     const int lane = walked.columns.lane_offset(opaque_thread_idx());

@@ -51,7 +51,7 @@ struct Job : cdna::decode::Job {
   }
 };
 
-// Piece of work over a list.
+// A piece of work of a decode kernel over lists of keys.
 struct ListJob : Job {
   uint32_t shown;  // a bit for each place of a tile: whether it names a key
 

@@ -16,7 +16,7 @@ pub(crate) fn place_of_query((head, queries): (usize, usize), r: usize, d: usize
 
 /// Dot products of queries and keys, as [`Dots`](crate::blocks::Dots), on matrix tiles.
 pub(crate) struct TileDots<'a, 'b> {
-    /// Keys in bf16, or in codes that are widened to bf16. The head dimension is a multiple of 32.
+    /// Keys in bf16, or in FP8 codes that are converted to bf16. The head dimension is a multiple of 32.
     pub(crate) keys: Block<'a>,
     /// Packed queries, laid out by [`place_of_query`].
     pub(crate) queries: *const f32,

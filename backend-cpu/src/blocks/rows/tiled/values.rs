@@ -35,7 +35,7 @@ pub(crate) const fn packed_len(rows: usize) -> usize {
 /// Product of weights and values, as [`AddValues`](crate::blocks::AddValues), on matrix tiles, for queries
 /// that see every key of the block.
 pub(crate) struct TileValues<'a, 'b> {
-    /// Values in bf16, or in codes that are widened to bf16. The head dimension is a multiple of 32.
+    /// Values in bf16, or in FP8 codes that are converted to bf16. The head dimension is a multiple of 32.
     pub(crate) values: Block<'a>,
     /// Weights, [`BLOCK_KEYS`] for each query.
     pub(crate) weights: *const f32,
@@ -93,7 +93,7 @@ impl TileValues<'_, '_> {
         self.packed.wrapping_add(group * WEIGHTS_LEN)
     }
 
-    /// A head's.
+    /// Copies the probabilities of one head's queries to the layout that matrix tiles read.
     #[inline(always)]
     fn pack_weights<S: Simd>(&self, s: S, head: usize) {
         for &row in self.whole {
