@@ -537,7 +537,7 @@ def small_cases():
 def code_cases():
     reads = dict(score_code="by: float; s * by")
     return dict(
-        score_code=[changes("s * 2", "s + k"), refused("s +")],
+        score_code=[changes("s - k", "s + k"), refused("s +")],
         mask_code=[changes("k > 2", lambda b, h, q, k: k != q), refused("k")],
         captured=[changes(dict(by=2), dict(by=3), **reads), refused(dict(to=2), **reads), refused(dict(by=2))],
     )
