@@ -49,6 +49,7 @@ fn it_says_what_it_is_and_what_it_has() {
         "sm90_index",
         "sm80_index",
         "choose",
+        "quantize",
     ];
     assert_eq!(backend.kernels(), kernels);
     assert!(backend.precompiler().is_some());

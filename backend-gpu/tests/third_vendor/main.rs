@@ -495,7 +495,7 @@ fn tiles_and_jobs_are_the_recipes() {
     assert_eq!(o_of(&device, &thirty, 0).unwrap(), [34.0; 8]);
     let jobs = device.precompiler().unwrap().jobs(AnyProblem::Forward(&problem), &options).unwrap();
     assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), ["before", "staged", "after"]);
-    assert_eq!(device.kernels(), ["staged", "slow", "combine", "choose", "simt"]);
+    assert_eq!(device.kernels(), ["staged", "slow", "combine", "choose", "simt", "quantize"]);
 }
 
 #[test]

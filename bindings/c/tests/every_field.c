@@ -1201,20 +1201,21 @@ static FmhaStrides packed(int rows, int heads, int dim) {
 
 // A tensor in NVFP4, its scale written, and then with that scale given.
 static void quantize(void) {
-  enum { PAIRS = (DIM + 1) / 2, BLOCKS = (DIM + 15) / 16 };
-  static uint8_t elements[BATCH * ROWS * KV * PAIRS], again[BATCH * ROWS * KV * PAIRS];
-  static uint8_t scales[BATCH * ROWS * KV * BLOCKS];
+  // Of K's numbers, in rows of two blocks: a stride of an axis of one is nobody's.
+  enum { LOW = 2, LONG = K_ELEMS / (BATCH * LOW * KV), PAIRS = (LONG + 1) / 2, BLOCKS = (LONG + 15) / 16 };
+  static uint8_t elements[BATCH * LOW * KV * PAIRS], again[BATCH * LOW * KV * PAIRS];
+  static uint8_t scales[BATCH * LOW * KV * BLOCKS];
   float scale = 0.0f, most = 0.0f;
   for (int i = 0; i < K_ELEMS; ++i) most = k[i] > most ? k[i] : -k[i] > most ? -k[i] : most;
   FmhaQuantizeProblem problem = {0};
   problem.struct_bytes = sizeof problem;
   problem.batch = BATCH;
-  problem.seqlen = ROWS;
+  problem.seqlen = LOW;
   problem.num_heads = KV;
-  problem.dim = DIM;
-  problem.x = strides(KV);
-  problem.elements = packed(ROWS, KV, PAIRS);
-  problem.scales = packed(ROWS, KV, BLOCKS);
+  problem.dim = LONG;
+  problem.x = packed(LOW, KV, LONG);
+  problem.elements = packed(LOW, KV, PAIRS);
+  problem.scales = packed(LOW, KV, BLOCKS);
   problem.dtype = FMHA_F32;
   problem.format = FMHA_NVFP4;
   problem.scale_of_tensor = FMHA_SCALE_WRITTEN;

@@ -51,7 +51,7 @@ pub struct Constants {
     pub backward_exp: f64,
     /// Blocks' products that the start and end of a tile of 256 queries take, forward.
     pub forward_start: f64,
-    /// The same of the backward, with the launches before and after it.
+    /// Start of a backward, with the launches before and after it, in that unit.
     pub backward_start: f64,
     /// Part that a kernel becomes slower by for each millisecond that it runs: the clock falls.
     pub slower_a_ms: f64,
@@ -107,7 +107,7 @@ pub static CONSTANTS: LazyLock<Constants> = LazyLock::new(|| {
     Constants::parsed(include_str!("constants.tsv")).expect("constants.tsv has every constant")
 });
 
-/// What a launch has to do, as the model sees it.
+/// Work of a launch, as the model sees it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Walk {
     /// How the kernel overlaps its units.
@@ -148,7 +148,7 @@ impl Walk {
     }
 }
 
-/// What a forward's launch has to do; `None` where the model does not hold: parts of keys, lists, copies, lengths that
+/// Work of a forward's launch; `None` where the model does not hold: parts of keys, lists, copies, lengths that
 /// the device alone knows, or a device whose clock is not known.
 #[must_use]
 pub fn walk(
@@ -397,7 +397,7 @@ mod tests {
         assert!(names.iter().all(|name| page.contains(name)), "{names:?} are not all on the page");
     }
 
-    /// The same shape as a published kernel's reaches the same part of the device's peak.
+    /// Shapes of a published kernel reach the part of the device's peak that it has.
     #[test]
     fn a_plan_s_modelled_rate_is_near_the_published_one() {
         for (arch, peak, published) in [("sm_100a", 2568.0, 1695.0), ("sm_103a", 2578.0, 2116.0)] {

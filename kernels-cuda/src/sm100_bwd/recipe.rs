@@ -252,7 +252,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
     }
 }
 
-/// What the main launch has to do, as the model of its time sees it.
+/// Work of the main launch, as the model of its time sees it.
 fn walk_of(problem: &ValidBwd, spec: &BwdSpec, ctas: u32, facts: &DeviceFacts) -> Option<Walk> {
     let (fwd, dims) = (problem.fwd(), problem.fwd().dims);
     if !modelled::is_modelled(fwd) || ctas == 0 {
