@@ -97,6 +97,7 @@ class Tracer:
         self.seen.clear()
         given = [Traced(body, name, "float" if name == "s" else "int") for name in variables]
         value = body.value((function if self.is_compiling else _with_labels(self, function))(*given))
+        self.seen.clear()
         if kind == "mask":
             value = body.cast(value, "bool")
         elif value.type == "bool":

@@ -280,7 +280,7 @@ def _traced(
     of_mask = [] if mask is None or not is_kept else facts(mask, _is_tensor)
     if not is_kept or of_score is None or of_mask is None:
         return _code.bind(_torch, score_mod, mask, None, names, device, folds=True)
-    # What is kept of a function does not hold the function: it goes when nobody else has it.
+    # Facts without the function itself, which goes when nobody else has it.
     parts = (None if x is first else x for x in (*of_score, "mask", *of_mask))
     known = [str(device), names[0], *parts]
     kept = _TRACED.get(first)

@@ -50,8 +50,8 @@ pub(crate) fn of(call: &Call, plan: &FmhaPlan, args: &fmha_c::FmhaArgs) -> Optio
     made
 }
 
-/// An object with a call's lists; `None` where it is refused or too large. Such a call makes its lists in the workspace,
-/// as without an object.
+/// An object with a call's lists; `None` where it is refused or too large. Such a call makes its lists in the
+/// workspace, as without an object.
 fn made(plan: &FmhaPlan, args: &fmha_c::FmhaArgs) -> Option<FmhaMaskObject> {
     let of_plan = |forward, backward| FmhaPlan::mask_object(forward, backward, args);
     let made = of_plan(Some(plan), None).or_else(|_| of_plan(None, Some(plan))).ok()?;

@@ -484,7 +484,7 @@ def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
     partial = functools.partial(by_rate, by=2.5)
     assert traced(partial) is traced(partial)
     assert pickle.loads(pickle.dumps(partial)).keywords == {"by": 2.5}
-    # What is kept goes with the function.
+    # Kept facts go with the function.
     passing = lambda s, b, h, q, k: s * 2.0  # noqa: E731
     traced(passing)
     gone = weakref.ref(passing)

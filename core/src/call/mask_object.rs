@@ -128,8 +128,9 @@ impl MaskObject {
     /// object has them once, otherwise once for each plan. `totals`: rows of packed tensors, as in the calls.
     ///
     /// # Errors
-    /// No plan; a problem with neither masks as data nor a mask as code; plans whose masks, lengths, heads or device differ, with what differs;
-    /// a mask as code that captures a tensor, of which there is no copy; memory that is not there.
+    /// No plan; a problem with neither masks as data nor a mask as code; plans whose masks, lengths, heads or device
+    /// differ, with what differs; a mask as code that captures a tensor, of which there is no copy; memory that is not
+    /// there.
     pub fn new(forward: Option<&FwdPlan>, backward: Option<&BwdPlan>, totals: Totals) -> Result<Self> {
         let (device, like) = match (forward, backward) {
             (Some(plan), _) => (plan.device(), FwdProblem::clone(plan.problem())),

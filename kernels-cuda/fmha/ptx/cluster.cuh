@@ -104,6 +104,7 @@ FMHA_DEVICE uint32_t shared_address_at(uint32_t address, uint32_t rank) {
   return there;
 }
 // needs: sm_90. The address of the same barrier of CTA `rank` of the cluster.
+// PTX ISA: mapa.
 FMHA_DEVICE uint32_t address_at(Barrier& barrier, uint32_t rank) {
   return shared_address_at(shared_address(&barrier), rank);
 }
