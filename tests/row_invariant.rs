@@ -76,7 +76,10 @@ fn search(
     };
     for seed in seeds {
         let (story, views) = draw(seed, bounds);
-        let said = match compare(device, &story, &views, planning).unwrap() {
+        let compared = compare(device, &story, &views, planning);
+        let compared =
+            compared.unwrap_or_else(|error| panic!("pair {seed}: {error}\n{story:#?}\n{views:#?}"));
+        let said = match compared {
             Outcome::Equal([a, b]) if a != b => "equal by two kernels",
             Outcome::Equal([a, _]) if a == "sm90" => "equal by wgmma",
             Outcome::Equal(_) => "equal",
