@@ -824,7 +824,11 @@ fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
 }
 
 fn latent_table_of_blackwell(arch: &str) -> &'static str {
-    if arch == "sm_103a" { "resources_sm103_mla.txt" } else { "resources_sm100_mla.txt" }
+    match arch {
+        "sm_103a" => "resources_sm103_mla.txt",
+        "sm_110a" => "resources_sm110_mla.txt",
+        _ => "resources_sm100_mla.txt",
+    }
 }
 
 #[test]
