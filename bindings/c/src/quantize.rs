@@ -1,7 +1,7 @@
 //! The conversion to a format with scales by blocks: from the C structs to the problem and its operands.
 
 use fmha::block_scales::BlockAxis;
-use fmha::{DType, ProblemError, QuantizeArgs, QuantizeProblem, Shape, Strides, TensorScale};
+use fmha::{DType, ProblemError, QuantizeArgs, QuantizeProblem, Shape, Strides, TensorScale, ValidFwd};
 
 use crate::host::{block_format, dtype, flag, none, not_in, size, strides, struct_bytes};
 use crate::plan::{Memory, present};
@@ -39,15 +39,6 @@ pub(crate) fn problem(given: &FmhaQuantizeProblem) -> Result<QuantizeProblem, Pr
         .strides_scales(strides(&given.scales)))
 }
 
-/// Elements from a tensor's first to behind its last. The problem's check has seen that they are countable.
-fn reach(strides: Strides, shape: Shape) -> u64 {
-    if shape.num_elems() == 0 {
-        return 0;
-    }
-    let last = strides.offset(shape.batch - 1, shape.seq - 1, shape.head - 1, shape.dim - 1);
-    last.unsigned_abs() + 1
-}
-
 impl Memory {
     /// The operands of a run of a conversion, without its scratch.
     ///
@@ -58,9 +49,10 @@ impl Memory {
         problem: &QuantizeProblem,
         given: &FmhaQuantizeArgs,
     ) -> Result<QuantizeArgs<'a>, ProblemError> {
-        let x = reach(problem.x, problem.shape) * problem.dtype.size_bytes();
-        let elements = reach(problem.elements, problem.stored());
-        let scales = reach(problem.scales, problem.of_scales());
+        let bytes = |strides: Strides, shape: Shape| strides.extent(shape).unwrap_or(u64::MAX);
+        let x = ValidFwd::extent_bytes(problem.x, problem.shape, problem.dtype);
+        let elements = bytes(problem.elements, problem.stored());
+        let scales = bytes(problem.scales, problem.of_scales());
         present("x", given.x, x)?;
         present("elements", given.elements, elements)?;
         present("scales", given.scales, scales)?;

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from ._numbers import shown
 
@@ -96,6 +96,16 @@ library = _load()
 def text() -> str:
     """What the library's last call on this thread had to say."""
     return library.fmha_py_text().decode("utf-8", "replace")
+
+
+def fields(size: int, what: str, *more: Tuple[str, Any]) -> List[Tuple[str, Any]]:
+    """Fields of a structure of ``size`` bytes that the library has just described: numbers, addresses, ``more``."""
+    numbers, addresses = (line.split() for line in text().split("\n"))
+    made = [*((name, ctypes.c_int64) for name in numbers), *((name, ctypes.c_void_p) for name in addresses), *more]
+    here = ctypes.sizeof(type("Described", (ctypes.Structure,), {"_fields_": made}))
+    if here != size:
+        raise ImportError(f"{what} has {size} bytes in the library, {here} here")
+    return made
 
 
 def check(code: int) -> None:

@@ -102,20 +102,11 @@ def attention(
 
 
 _library = _native.library
-_bytes_of_call = _library.fmha_py_describe_quantize()
-_numbers, _addresses = (line.split() for line in _native.text().split("\n"))
 
 
 class Quantize(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _numbers),
-        *((name, ctypes.c_void_p) for name in _addresses),
-        ("stream", ctypes.c_int64),
-    ]
+    _fields_ = _native.fields(_library.fmha_py_describe_quantize(), "a conversion", ("stream", ctypes.c_int64))
 
-
-if ctypes.sizeof(Quantize) != _bytes_of_call:
-    raise ImportError(f"a conversion has {_bytes_of_call} bytes in the library, {ctypes.sizeof(Quantize)} here")
 
 _library.fmha_py_workspace_quantize.argtypes = [ctypes.POINTER(Quantize), ctypes.POINTER(ctypes.c_uint64)]
 _library.fmha_py_run_quantize.argtypes = [ctypes.POINTER(Quantize), ctypes.c_void_p, ctypes.c_uint64]

@@ -25,22 +25,17 @@ _WHAT = "choices of keys are"
 _CAUSAL, _ALL, _RANGES = 0, 1, 2
 
 _library = _native.library
-_bytes = _library.fmha_py_describe_choose()
-_numbers, _addresses = (line.split() for line in _native.text().split("\n"))
 
 
 class Choose(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _numbers),
-        *((name, ctypes.c_void_p) for name in _addresses),
+    _fields_ = _native.fields(
+        _library.fmha_py_describe_choose(),
+        "a choice of keys",
         ("kernel", ctypes.c_char_p),
         ("tile", ctypes.c_char_p),
         ("stream", ctypes.c_int64),
-    ]
+    )
 
-
-if ctypes.sizeof(Choose) != _bytes:
-    raise ImportError(f"a choice of keys has {_bytes} bytes in the library, {ctypes.sizeof(Choose)} here")
 
 _library.fmha_py_workspace_choose.argtypes = [ctypes.POINTER(Choose), ctypes.POINTER(ctypes.c_uint64)]
 _library.fmha_py_run_choose.argtypes = [ctypes.POINTER(Choose), ctypes.c_void_p, ctypes.c_uint64]
