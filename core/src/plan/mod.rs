@@ -160,8 +160,8 @@ unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream
     }
 }
 
-/// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`], [`CombinePlan`] and
-/// [`ChoosePlan`] are its names for each operation. A clone is cheap.
+/// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`], [`CombinePlan`],
+/// [`ChoosePlan`] and [`QuantizePlan`] are its names for each operation. A clone is cheap.
 ///
 /// A plan cannot be changed, so that a run's arguments are checked against the planned problem:
 ///

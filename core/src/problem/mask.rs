@@ -69,7 +69,7 @@ pub struct MaskBounds {
 /// Which bounds a mask has: a compile-time property of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskKind {
-    /// Neither an upper nor a lower limit.
+    /// Every key: no limit, upper or lower.
     Full,
     /// An upper bound only.
     Upper,

@@ -537,11 +537,11 @@ pub struct CombineArgs<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct QuantizeArgs<'a> {
-    /// The tensor.
+    /// The tensor, [batch, seq, head, dim] in the problem's `dtype`.
     pub x: DevSlice<'a>,
-    /// The stored elements.
+    /// The stored elements, written: bytes of the shape `QuantizeProblem::stored`.
     pub elements: DevSliceMut<'a>,
-    /// The scales of blocks.
+    /// The scales of blocks, written: a byte each, of the shape `QuantizeProblem::of_scales`.
     pub scales: DevSliceMut<'a>,
     /// Scale of the whole tensor, one f32, iff the problem says that the caller gives it.
     pub tensor_scale: Option<DevSlice<'a>>,
