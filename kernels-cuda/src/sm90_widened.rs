@@ -98,6 +98,17 @@ pub struct Places {
     pub v: u64,
     /// Bytes of the whole workspace.
     pub bytes: u64,
+    /// Which keys are converted.
+    converted: Converted,
+}
+
+/// Keys of a cache that a launch converts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Converted {
+    /// Keys that some query sees, and the rest of the blocks that they lie in.
+    Seen,
+    /// All keys, for a reader whose parts are fixed: one before a window reads a block that is hidden from each row.
+    All,
 }
 
 impl Places {
@@ -105,7 +116,7 @@ impl Places {
     ///
     /// # Errors
     /// A workspace of 2^62 bytes or more.
-    pub fn new(problem: &FwdProblem, own: Workspace) -> Result<Self, String> {
+    pub fn new(problem: &FwdProblem, own: Workspace, converted: Converted) -> Result<Self, String> {
         let lengths = 4 * u64::from(problem.dims.batch);
         let seqused_k = own.bytes.next_multiple_of(256);
         let cu_seqlens_k = seqused_k + lengths;
@@ -115,7 +126,7 @@ impl Places {
             at.filter(|&at| at < 1 << 62).ok_or("the workspace would be 2^62 bytes or more".to_owned())
         };
         let v = fits(k.checked_add(of_k))?.next_multiple_of(256);
-        Ok(Self { seqused_k, cu_seqlens_k, k, v, bytes: fits(v.checked_add(of_v))? })
+        Ok(Self { seqused_k, cu_seqlens_k, k, v, bytes: fits(v.checked_add(of_v))?, converted })
     }
 
     /// The whole workspace, which begins with `own`, the part of the kernel that reads the converted cache.
@@ -135,7 +146,7 @@ impl Places {
             cu_seqlens_k: DevPtr::new(workspace + self.cu_seqlens_k),
             k_scale: View::NULL,
             v_scale: View::NULL,
-            num_blocks: num_blocks(problem).cast_signed(),
+            num_blocks: num_blocks(problem, self.converted).cast_signed(),
             scale_block: 1,
         }
     }
@@ -162,7 +173,7 @@ impl WidenedCache {
 
 /// Whether a problem's converted cache is small enough for a workspace that is used without being asked for.
 pub(crate) fn has_room(problem: &FwdProblem) -> bool {
-    let places = Places::new(problem, Workspace::NONE);
+    let places = Places::new(problem, Workspace::NONE, Converted::All);
     wide_problem(NAME, NARROW, problem).is_ok() && places.is_ok_and(|places| places.bytes <= MOST_BYTES)
 }
 
@@ -280,11 +291,11 @@ pub fn wide_problem(
 const MOST_OF_BLOCK: u32 = 256;
 
 /// Number of CTAs per sequence for the conversion: they convert the keys that the longest sequence's queries see,
-/// and the rest of the reader's first and last block.
-fn num_blocks(problem: &FwdProblem) -> u32 {
+/// and the rest of the reader's first and last block; or all of them.
+fn num_blocks(problem: &FwdProblem, converted: Converted) -> u32 {
     let Dims { seqlen_q, seqlen_k, .. } = problem.dims;
     let whole = seqlen_k.div_ceil(KEYS).max(1);
-    if problem.mask.sink_columns > 0 {
+    if problem.mask.sink_columns > 0 || converted == Converted::All {
         return whole;
     }
     let first = problem.mask.band(seqlen_q, seqlen_k).k_range(0..seqlen_q, seqlen_k).start;

@@ -88,9 +88,10 @@ struct Widen {
   }
 
   // The first key that any block of a reader may have: a window's, and what lies before it in the reader's first
-  // block. A sequence of fewer queries than the longest's begins no earlier.
+  // block. A sequence of fewer queries than the longest's begins no earlier. Where CTAs cover all keys of the longest
+  // sequence, nothing is left out: fixed parts before a window read a block too.
   FMHA_DEVICE int32_t first_read(int32_t seqlen_k) const {
-    if (p.mask.sink_columns > 0) return 0;
+    if (p.mask.sink_columns > 0 || to.num_blocks * keys >= p.seqlen_k) return 0;
     const MaskBand band = resolve_band(p.mask, p.seqlen_q, seqlen_k);
     return k_range(band, {0, p.seqlen_q}, seqlen_k).begin - (kMostOfBlock - 1);
   }
