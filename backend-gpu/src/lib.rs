@@ -27,8 +27,8 @@ pub use backend::{Backend, tuned_kernels};
 pub use driver::{Driver, Toolchain};
 pub use launches::{Grid, Launch, Launches, Stage};
 pub use portable::{
-    Choose, Combine, NoIndexer, OwnText, Quantize, RowKernel, ScoresIndex, Simt, SimtBwd, SimtIndexer, lists,
-    tile_list, update,
+    BlockValues, Choose, Combine, NoIndexer, OfValues, OwnText, Quantize, ReadsValues, RowKernel,
+    ScoresIndex, Simt, SimtBwd, SimtIndexer, lists, tile_list, update,
 };
 pub use ranges::{PopRange, PushRange, Ranges};
 pub use recipe::{

@@ -45,16 +45,19 @@ impl<D: Driver> Step<D> {
     }
 }
 
-/// The steps of a plan: the compiled form of its recipe's [`Launches`](crate::Launches).
+/// The steps of a plan: the compiled form of its recipe's [`Launches`](crate::Launches). As a slice they are those of
+/// the kernel itself: a first step that brings its operands ([`Stage::Widen`]) is reached by [`at`](Self::at) alone.
 pub struct Steps<D: Driver> {
     all: Vec<Step<D>>,
     main: usize,
+    own: usize,
 }
 
 impl<D: Driver> Steps<D> {
     /// Makes the steps of a plan; the one at index `main` is the main kernel.
     pub(crate) fn new(all: Vec<Step<D>>, main: usize) -> Self {
-        Self { all, main }
+        let own = usize::from(all.first().is_some_and(|step| step.stage == Stage::Widen));
+        Self { all, main, own }
     }
 
     /// The kernel itself.
@@ -63,7 +66,7 @@ impl<D: Driver> Steps<D> {
         &self.all[self.main]
     }
 
-    /// Queues all steps with the same arguments.
+    /// Queues the kernel's own steps with the same arguments.
     ///
     /// # Safety
     /// As [`Driver::launch`], for each of them.
@@ -72,7 +75,7 @@ impl<D: Driver> Steps<D> {
     /// What the driver said.
     pub unsafe fn launch_all(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         // SAFETY: the caller keeps the contract of `launch_all`.
-        self.all.iter().try_for_each(|step| unsafe { step.launch(arguments, stream) })
+        self.iter().try_for_each(|step| unsafe { step.launch(arguments, stream) })
     }
 
     /// The first step of a stage, if the plan has one.
@@ -86,7 +89,7 @@ impl<D: Driver> Deref for Steps<D> {
     type Target = [Step<D>];
 
     fn deref(&self) -> &[Step<D>] {
-        &self.all
+        &self.all[self.own..]
     }
 }
 

@@ -80,7 +80,7 @@ pub use problem::{
 #[doc(hidden)]
 pub use text::{
     abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, functions, memory,
-    quantize_params, scale_params, small_outputs, source, spec,
+    quantize_params, scale_params, small_outputs, source, spec, value_params,
 };
 
 #[doc(hidden)]

@@ -3,7 +3,7 @@
 
 use fmha_core::sparse::ValidChoose;
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{Choose, Combine, NoIndexer, Recipe, Simt, SimtBwd, SimtIndexer};
+use fmha_gpu::{Choose, Combine, NoIndexer, OfValues, Recipe, Simt, SimtBwd, SimtIndexer};
 
 use crate::nvidia::Nvidia;
 use crate::sm80::recipe::Sm80;
@@ -41,6 +41,7 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
 pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
     vec![
         Recipe::of::<Sm100Bwd>(),
+        Recipe::of::<OfValues<Sm100Bwd>>(),
         Recipe::of::<Sm90Bwd>(),
         Recipe::of::<Sm80Bwd>(),
         Recipe::of::<Sm80ListsBwd>(),

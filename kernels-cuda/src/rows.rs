@@ -55,6 +55,7 @@ fn entry_of(threads: u32, include: &str, params: &str, call: &str, spec: &dyn Li
             fmha_core::masks::header(),
             fmha_core::small_outputs::header(),
             fmha_core::scale_params::header(),
+            fmha_core::value_params::header(),
         ]
     })
 }

@@ -48,6 +48,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             fmha_core::quantize_params::header(),
             fmha_core::second::header(),
             fmha_core::scale_params::header(),
+            fmha_core::value_params::header(),
             fmha_core::small_outputs::header(),
         ]);
         headers
@@ -92,7 +93,8 @@ pub(crate) fn row_launch(
         | RowKernel::BlockScores
         | RowKernel::QuantizeMaxima
         | RowKernel::QuantizeScale
-        | RowKernel::Quantize => rows.div_ceil(of_group),
+        | RowKernel::Quantize
+        | RowKernel::BlockValues => rows.div_ceil(of_group),
     };
     let most = u64::from(u32::MAX / threads);
     if groups > most {
@@ -123,7 +125,10 @@ pub(crate) fn row_launch(
             RowKernel::IndexScores | RowKernel::BlockScores | RowKernel::Choose => {
                 format!("rows and keys make {groups} workgroups, more than {most}")
             }
-            RowKernel::QuantizeMaxima | RowKernel::QuantizeScale | RowKernel::Quantize => {
+            RowKernel::QuantizeMaxima
+            | RowKernel::QuantizeScale
+            | RowKernel::Quantize
+            | RowKernel::BlockValues => {
                 format!("batch, seq, head and dim make {groups} workgroups, more than {most}")
             }
             RowKernel::Combine => format!(

@@ -68,6 +68,16 @@ pub const DECLARED: &[Declared] = &[
         applies: |_, problem| problem.is_some_and(|p| p.block_scales.is_some()),
     },
     Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
+        slowly: false,
+        what: "gradients of packed queries beside scales by blocks are the CPU's",
+        applies: |case, problem| {
+            matches!(case.body, Body::Backward(_))
+                && problem.is_some_and(|p| p.block_scales.is_some() && p.layout.q == QLayout::Packed)
+        },
+    },
+    Declared {
         backends: &["rocm"],
         kernels: &[],
         slowly: true,

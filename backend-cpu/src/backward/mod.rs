@@ -30,7 +30,7 @@ use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
 use crate::code::{Code, CodeArgs, captured_zeros};
-use crate::forward::{Blocks, Call, key_tiles};
+use crate::forward::{Blocks, Call, key_tiles, scaled};
 use crate::lists;
 use crate::memory::{Bytes, Floats, add, reserve};
 use crate::score::{HeadScore, Panel, ScoreInputs};
@@ -100,6 +100,9 @@ impl Backward<'_> {
     pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         if self.problem.fwd.lists.is_some() {
             return lists::backward(self, s, threads);
+        }
+        if self.problem.fwd.block_scales.is_some() {
+            return scaled::backward(self, threads, &|over| over.run(s, threads));
         }
         let mut shared = self.shared()?;
         let tasks = shared.tasks(threads.count())?;

@@ -17,7 +17,7 @@
 mod again;
 pub(crate) mod cache;
 mod rows;
-mod scaled;
+pub(crate) mod scaled;
 mod small;
 #[cfg(test)]
 mod tests;

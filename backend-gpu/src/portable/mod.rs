@@ -8,11 +8,13 @@ mod simt;
 pub(crate) mod small;
 pub mod tile_list;
 pub mod update;
+mod values;
 
 pub use choose::{Choose, NoIndexer, ScoresIndex, SimtIndexer};
 pub use combine::Combine;
 pub use quantize::Quantize;
 pub use simt::{Simt, SimtBwd};
+pub use values::{BlockValues, OfValues, ReadsValues};
 
 /// A kernel that every vendor has, compiled for one constant, `kSpec`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +80,9 @@ pub enum RowKernel {
     /// A tensor in a format with scales by blocks, of a
     /// [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): a lane takes a block.
     Quantize,
+    /// Q, K and V with scales by blocks as numbers, of a
+    /// [`BlockValuesSpec`](fmha_core::value_params::BlockValuesSpec): a lane takes 16 columns of a row.
+    BlockValues,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
     UpdateCache,
 }
@@ -150,6 +155,11 @@ impl RowKernel {
             Self::QuantizeMaxima => [QUANTIZE, "QuantizeParams p", "simt::quantize_maxima<kSpec>(p);"],
             Self::QuantizeScale => [QUANTIZE, "QuantizeParams p", "simt::quantize_scale<kSpec>(p);"],
             Self::Quantize => [QUANTIZE, "QuantizeParams p", "simt::quantize_blocks<kSpec>(p);"],
+            Self::BlockValues => [
+                "fmha/simt/block_values.h",
+                "FwdParams p, BlockScaleParams scales, BlockValuesParams to",
+                "simt::write_values<kSpec>(p, scales, to);",
+            ],
             Self::IndexScores => [CHOOSE, "ChooseParams p", "simt::index_scores<kSpec>(p);"],
             Self::BlockScores => [CHOOSE, "ChooseParams p", "simt::block_scores(p);"],
         })

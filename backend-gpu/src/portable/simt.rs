@@ -10,7 +10,8 @@ use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, ValidFwd, Workspace, bind, cache_update};
 
-use super::{RowKernel, update};
+use super::{BlockValues, RowKernel, update};
+use crate::driver::Driver;
 use crate::launches::{Launches, Stage};
 use crate::recipe::{About, Choice, Facts as _, Kernel, Vendor, deterministic_rows};
 use crate::steps::Steps;
@@ -103,9 +104,10 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     }
 }
 
-/// The backward in two launches, with a third for gradients of tensors that the score function reads (captures).
-#[derive(Clone, Copy, Debug)]
-pub struct SimtBwd(BwdWorkspace);
+/// The backward in two launches, with a third for gradients of tensors that the score function reads (captures), and one
+/// before for the values of tensors with scales by blocks.
+#[derive(Clone, Debug)]
+pub struct SimtBwd(BwdWorkspace, Option<BlockValues>);
 
 impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
     type Tile = ();
@@ -116,6 +118,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
             is_fallback: true,
             takes_lists: true,
             reads_masks: true,
+            reads_block_scales: true,
             ..About::new(NAME)
         }
     }
@@ -127,6 +130,10 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
 
     fn plan((): (), problem: &ValidBwd, facts: &V::Facts, _: &PlanOptions) -> Result<Choice<Self>, Refusal> {
         let refuse = |text: String| Refusal::new(NAME, text);
+        let mut values = BlockValues::of(problem).map_err(refuse)?;
+        let first = values.as_ref().map(|values| values.launch::<V>(facts)).transpose().map_err(refuse)?;
+        let of_values = values.as_ref().map(|values| values.problem().clone());
+        let problem = of_values.as_ref().unwrap_or(problem);
         let (rows, spec) = (BwdRows::of(problem), BwdSpec::of(problem));
         let launch = |at, kernel, rows| facts.row_launch(at, kernel, &spec, [rows, 0]).map_err(refuse);
         // Each block has one row, so no rows are padded.
@@ -146,16 +153,42 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
             let at = (Stage::Captured, "simt_bwd_captured");
             launch(at, RowKernel::SimtCaptured, captured_elems.div_ceil(threads.into()))
         });
+        let mut all = Workspace { bytes: workspace.bytes, zeroed_bytes: 0 };
+        if let Some(values) = &mut values {
+            all = values.behind(all).map_err(refuse)?;
+        }
+        let details = [("tile", format!("{group} to a row, {threads} pairs at a time"))];
+        let launches = Launches::new([stats], main, captured.transpose()?);
         Ok(Choice {
-            kernel: Self(workspace),
-            launches: Launches::new([stats], main, captured.transpose()?),
-            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
+            launches: first.into_iter().fold(launches, Launches::behind),
+            workspace: all,
             promises: deterministic_rows(),
-            details: vec![("tile", format!("{group} to a row, {threads} pairs at a time"))],
+            details: details.into_iter().chain(values.as_ref().map(BlockValues::words)).collect(),
+            kernel: Self(workspace, values),
         })
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
+        let Some(values) = &self.1 else {
+            // SAFETY: the caller keeps the contract of `launch`.
+            return unsafe { self.launch_rows(steps, call) };
+        };
+        // SAFETY: as above; the values lie in the workspace, as large as the problem over them requires.
+        unsafe { values.write(steps, call)? };
+        // SAFETY: as above.
+        values.with(call, |over| unsafe { self.launch_rows(steps, over) })
+    }
+}
+
+impl SimtBwd {
+    /// Queues the launches that compute gradients, of Q, K and V without scales by blocks.
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`].
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn launch_rows<D: Driver>(&self, steps: &Steps<D>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.0.bind(bind::bwd_params(call.problem, call.args), address);
         let fwd = call.problem.fwd();

@@ -274,9 +274,24 @@ mod tests {
                 assert_eq!(error.field, field, "{error}");
                 assert!(error.text.contains(number), "{error}");
             }
-            let error = BwdProblem::new(sound).validate().unwrap_err();
-            assert_eq!(error.field, "block_scales");
-            assert!(error.text.contains(format.name()), "{error}");
+            let error = BwdProblem::new(paged(2 * block)).validate().unwrap_err();
+            assert_eq!(error.field, "kv_layout");
+            assert!(error.text.contains("page_size"), "{error}");
+        }
+    }
+
+    #[test]
+    fn gradients_are_those_of_the_values_and_lie_on_their_own() {
+        for format in BlockFormat::ALL {
+            let sound = BwdProblem::new(problem(format)).validate().unwrap();
+            assert_eq!(sound.dtype_grad, DType::Bf16);
+            assert_eq!(sound.dq, Strides::bshd(sound.fwd.shape_q()));
+            assert_eq!(sound.dv, Strides::bshd(sound.fwd.shape_v()));
+            let values = sound.over_values(Totals::NONE).unwrap().validate().unwrap();
+            assert_eq!(values.fwd.block_scales, None);
+            assert_eq!(values.fwd.strides.k, Strides::bshd(values.fwd.shape_k()));
+            assert_eq!((values.dq, values.dk, values.dv), (sound.dq, sound.dk, sound.dv));
+            assert!(values.over_values(Totals::NONE).is_none());
         }
     }
 

@@ -20,7 +20,7 @@ pub struct BiasGrad {
 
 /// A backward call without its pointers: dQ, dK, dV (and dBias, dSink) from dO, O and LSE.
 ///
-/// Gradients of FP8 tensors are those of their dequantised values.
+/// Gradients of FP8 tensors, and of tensors with scales by blocks, are those of their dequantised values.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BwdProblem {
@@ -56,12 +56,15 @@ impl BwdProblem {
         self.dcaptured.iter().map(|wanted| code.tensor(&wanted.name).map_or(0, CapturedTensor::num_elems))
     }
 
-    /// Makes a backward problem whose gradients have the inputs' type (bf16 for FP8) and strides (contiguous
-    /// b·s·h·d for a column-major or overlapping tensor), with every option off. Setters turn options on.
+    /// Makes a backward problem whose gradients have the inputs' type (bf16 for FP8, the values' for scales by blocks)
+    /// and strides (contiguous b·s·h·d for a column-major or overlapping tensor, and beside scales by blocks), with
+    /// every option off. Setters turn options on.
     #[must_use]
     pub fn new(fwd: FwdProblem) -> Self {
+        // Strides of stored elements count bytes, and two NVFP4 numbers share one.
+        let in_blocks = fwd.block_scales.is_some();
         let like = |strides: Strides, shape| {
-            if strides.is_injective(shape) { strides } else { Strides::bshd(shape) }
+            if strides.is_injective(shape) && !in_blocks { strides } else { Strides::bshd(shape) }
         };
         let dv = match fwd.layout.v {
             VLayout::RowMajor => like(fwd.strides.v, fwd.shape_v()),
@@ -101,6 +104,14 @@ impl BwdProblem {
         ))
     }
 
+    /// The equivalent problem on Q, K and V after multiplication by their scales, as [`FwdProblem::over_values`] has
+    /// it: its gradients are this problem's. `None` without scales by blocks.
+    #[must_use]
+    pub fn over_values(&self, totals: Totals) -> Option<Self> {
+        let fwd = self.fwd.over_values(totals, self.fwd.dims.seqlen_k)?;
+        Some(Self { fwd, ..self.clone() })
+    }
+
     setters! {
         /// The type of dQ, dK and dV: f32, f16 or bf16.
         dtype_grad: DType => dtype_grad;
@@ -134,10 +145,6 @@ impl BwdProblem {
             "dtype_o {}: there is no gradient of an FP8 O",
             fwd.dtypes.o
         );
-        if let Some(scales) = &fwd.block_scales {
-            let text = format!("block_scales {}: there is no gradient yet", scales.format);
-            return Err(ProblemError::new("block_scales", text));
-        }
         if let Some(second) = &fwd.second {
             let text = format!("second: a second cache of seqlen_k {} has no gradient", second.seqlen_k);
             return Err(ProblemError::new("second", text));

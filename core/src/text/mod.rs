@@ -14,3 +14,4 @@ pub mod scale_params;
 pub mod small_outputs;
 pub mod source;
 pub mod spec;
+pub mod value_params;

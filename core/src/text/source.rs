@@ -333,6 +333,7 @@ mod tests {
             crate::second::header(),
             crate::masks::header(),
             crate::scale_params::header(),
+            crate::value_params::header(),
             crate::small_outputs::header(),
         ]);
         headers.extend(["fmha/simt/lanes.h", "fmha/tile_list.h"].map(|name| Header::embedded(name, "")));

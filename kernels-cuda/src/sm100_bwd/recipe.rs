@@ -8,7 +8,9 @@ use fmha_core::masks::mask_data_params;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, MaskKind, PlanOptions, Promises, ValidBwd, Workspace, bind};
-use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps};
+use fmha_gpu::{
+    About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, ReadsValues, RowKernel, Stage, Steps,
+};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
@@ -16,6 +18,7 @@ use crate::sm80;
 use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90_bwd::masked_spec;
 use crate::sm90_bwd::recipe::{captured_launches, map_facts_of};
+use crate::sm90_widened::NAME_OF_SM100;
 use crate::sm100::modelled::{self, Overlap, Walk};
 use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile, units};
 use crate::tile_list::{self, TileListPlan, TileOf};
@@ -37,6 +40,10 @@ struct Maps {
     k: TensorMap,
     v: TensorMap,
     dout: TensorMap,
+}
+
+impl<V: Nvidia> ReadsValues<V> for Sm100Bwd {
+    const OF_VALUES: &'static str = NAME_OF_SM100;
 }
 
 impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {

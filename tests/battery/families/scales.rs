@@ -1,24 +1,27 @@
 //! Scales by blocks: each format, with every layout of Q, K and V, and with every option that is compatible with
-//! it.
+//! it, forward and backward.
 
 use fmha_core::expr::draw::{self, Kind};
-use fmha_core::{BlockFormat, DType, Descale, Dims, FwdProblem, Shape, Strides, VLayout};
+use fmha_core::{BlockFormat, BwdProblem, DType, Descale, Dims, FwdProblem, Shape, Strides, VLayout};
 
 use super::decode::in_pages;
 use super::edges::{data, masked};
-use crate::case::{Body, Case, Plant};
+use crate::case::{Backward, Body, Case, Plant};
 use crate::init::{Init, mix};
 use crate::tensor::Operand;
 use crate::tensors::{Data, Lengths, padded};
 
 /// Drawn problems of a format.
 const DRAWN: u32 = 40;
+/// Drawn backward problems of a format.
+const DRAWN_BACKWARD: u32 = 20;
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for format in BlockFormat::ALL {
         of_format(&mut cases, format);
         drawn(&mut cases, format);
+        backward(&mut cases, format);
     }
     cases
 }
@@ -145,50 +148,156 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
     }
 }
 
+/// Gradients: of the values of Q, K and V, whatever their layout.
+fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
+    let named = |what: &str| format!("scales/{format}/backward/{what}");
+    let mut push =
+        |what: &str, problem: BwdProblem, lengths: Lengths, planted: Vec<(Operand, [u32; 4], f64)>| {
+            let name = named(what);
+            let data = data(&name);
+            let body = Backward { problem, lengths, data, deterministic: false, planted };
+            cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+        };
+    for dtype in [DType::Bf16, DType::F32] {
+        let small = |mask| small(dtype, mask).with_block_scales(format);
+        let of = |problem: FwdProblem| BwdProblem::new(problem);
+        for (letter, layout, mask, kind, descale) in [
+            ("r", VLayout::RowMajor, "b", "plain", Descale::None),
+            ("c", VLayout::ColMajor, "0", "tensor", Descale::PerTensor),
+            ("r", VLayout::RowMajor, "t", "head", Descale::PerKvHead),
+        ] {
+            let problem = masked(dtype, small(mask).dims, mask).v_layout(layout).with_block_scales(format);
+            let problem = of(problem.descale_q(descale).descale_k(descale).descale_v(descale));
+            push(&format!("{dtype}/descale_{kind}/{letter}/{mask}"), problem, Lengths::default(), vec![]);
+        }
+        for (qk, v) in [(5, 5), (31, 47), (64, 64), (128, 128), (192, 128), (256, 256)] {
+            let dims = Dims { head_dim_qk: qk, head_dim_v: v, seqlen_q: 50, seqlen_k: 70, ..small("b").dims };
+            let problem = of(masked(dtype, dims, "b").with_block_scales(format));
+            push(&format!("{dtype}/head_dim/d{qk}x{v}"), problem, Lengths::default(), vec![]);
+        }
+        for seqlen_k in [1, 31, 33, 300] {
+            let dims = Dims { seqlen_k, ..small("0").dims };
+            let problem = of(masked(dtype, dims, "0").with_block_scales(format));
+            push(&format!("{dtype}/keys/{seqlen_k}"), problem, Lengths::default(), vec![]);
+        }
+        let biased = super::backward::modified(small("b"), "bias_16");
+        for (what, problem) in [
+            ("window", of(small("b:20,3,2"))),
+            ("softcap", of(small("b").softcap(2.0))),
+            ("dropout", of(small("b").p_drop(0.3))),
+            ("sink", of(small("t").sink(true)).write_dsink(true)),
+            ("alibi", of(small("b").bias(fmha_core::Bias::Alibi { per_batch: false }))),
+            ("bias", biased),
+            ("dlse", of(small("b")).has_dlse(true)),
+            ("o_f32", of(small("0").dtype_o(DType::F32))),
+            ("grad_f32", of(small("0")).dtype_grad(DType::F32)),
+        ] {
+            push(&format!("{dtype}/beside/{what}"), problem, Lengths::default(), vec![]);
+        }
+        let used = small("b").seqused_q(true).seqused_k(true);
+        let lengths = Lengths { seqused_q: vec![30, 7], seqused_k: vec![33, 0], ..Lengths::default() };
+        push(&format!("{dtype}/lengths"), of(used), lengths, vec![]);
+        // Packed rows of Q over keys that are not.
+        let sequences = [(13, 41), (0, 5), (30, 17), (1, 0)];
+        let dims = Dims { batch: 4, ..small("b").dims };
+        let mut packed = masked(dtype, dims, "b").q_layout(fmha_core::QLayout::Packed).seqused_k(true);
+        packed.strides.q = Strides::bshd(packed.shape_q());
+        packed.strides.o = Strides::bshd(packed.shape_o());
+        let mut lengths = Lengths::packed(&sequences);
+        (lengths.cu_seqlens_k, lengths.totals.total_k) = (vec![], None);
+        lengths.seqused_k = sequences.iter().map(|&(_, keys)| keys.cast_signed()).collect();
+        push(&format!("{dtype}/packed_queries"), of(packed.with_block_scales(format)), lengths, vec![]);
+        // Tensors and scales with gaps.
+        let mut apart = small("b");
+        if let Some(scales) = apart.block_scales {
+            let extents = apart.extents(fmha_core::Totals::NONE);
+            let [q, k, v] = scales.stored(&extents, VLayout::RowMajor).map(|shape| padded(shape, 3));
+            (apart.strides.q, apart.strides.k, apart.strides.v) = (q, k, v);
+            let [q, k, v] = scales.shapes(&extents);
+            let heads_first = |shape: Shape| Strides::bhds(shape);
+            let scales = scales.strides_q(padded(q, 5)).strides_k(heads_first(k)).strides_v(heads_first(v));
+            push(&format!("{dtype}/apart"), of(apart.block_scales(scales)), Lengths::default(), vec![]);
+        }
+        // Several blocks of queries and of keys.
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 150,
+            seqlen_k: 290,
+            head_dim_qk: 64,
+            head_dim_v: 64,
+            ..small("b").dims
+        };
+        let problem = of(masked(dtype, dims, "b").with_block_scales(format));
+        push(&format!("{dtype}/blocks"), problem, Lengths::default(), vec![]);
+    }
+    // A scale of NaN makes NaN of the gradients that its block reaches.
+    for (what, operand, at) in [
+        ("q", Operand::BlockScaleQ, [1, 3, 2, 1]),
+        ("k", Operand::BlockScaleK, [0, 7, 1, 0]),
+        ("v", Operand::BlockScaleV, [1, 1, 0, 9]),
+    ] {
+        let problem = BwdProblem::new(small(DType::Bf16, "t").with_block_scales(format));
+        push(&format!("nan_scale/{what}"), problem, Lengths::default(), vec![(operand, at, f64::NAN)]);
+    }
+    for number in 0..DRAWN_BACKWARD {
+        let name = named(&format!("drawn/{number:02}"));
+        let (problem, lengths) = draw_problem(format, &name, false);
+        let has_sink = problem.score.sink;
+        let problem = BwdProblem::new(problem).write_dsink(has_sink).has_dlse(number % 3 == 0);
+        push(&format!("drawn/{number:02}"), problem, lengths, vec![]);
+    }
+}
+
 /// Problems that a number alone decides: sizes, lengths, mask, layouts and modifiers together.
 fn drawn(cases: &mut Vec<Case>, format: BlockFormat) {
     for number in 0..DRAWN {
         let name = format!("scales/{format}/drawn/{number:02}");
+        let (problem, lengths) = draw_problem(format, &name, true);
         let data = data(&name);
-        let mut count = 0;
-        let mut below = |most: u64| {
-            count += 1;
-            (mix(data.seed ^ count) % most) as u32
-        };
-        let (kv, group) = (1 + below(3), 1 + below(4));
-        let dims = Dims {
-            batch: 1 + below(3),
-            seqlen_q: [1, 2, 17, 40, 130][below(5) as usize],
-            seqlen_k: 1 + below(200),
-            num_heads_q: kv * group,
-            num_heads_kv: kv,
-            head_dim_qk: [8, 33, 64, 96, 128][below(5) as usize],
-            head_dim_v: [8, 16, 47, 64, 128][below(5) as usize],
-        };
-        let dtype = [DType::Bf16, DType::F32][below(2) as usize];
-        let mask = ["0", "b", "t", "b:20,0", "t:5,9,3", "g:7,11"][below(6) as usize];
-        let descale = [Descale::None, Descale::PerTensor, Descale::PerKvHead];
-        let [of_q, of_k, of_v] = [0; 3].map(|_| descale[below(3) as usize]);
-        let mut problem = masked(dtype, dims, mask).sink(below(3) == 0).seqused_k(below(2) == 0);
-        problem = problem.softcap((below(4) == 0).then_some(3.0)).p_drop([0.0, 0.0, 0.25][below(3) as usize]);
-        if below(4) == 0 {
-            problem = problem.bias(fmha_core::Bias::Alibi { per_batch: below(2) == 0 });
-        }
-        let mut lengths = Lengths::default();
-        if problem.layout.seqused_k {
-            let used = (0..dims.batch).map(|_| below(u64::from(dims.seqlen_k) + 1).cast_signed());
-            lengths.seqused_k = used.collect();
-        }
-        if below(3) == 0 {
-            let page_size = format.block_size() * (1 + below(3));
-            (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-        }
-        if below(3) == 0 {
-            problem = problem.v_layout(VLayout::ColMajor);
-        }
-        let problem = problem.with_block_scales(format).descale_q(of_q).descale_k(of_k).descale_v(of_v);
         cases.push(Case::forward(name, problem, lengths, data));
     }
+}
+
+/// A problem that its name decides, in pages or not.
+fn draw_problem(format: BlockFormat, name: &str, may_be_paged: bool) -> (FwdProblem, Lengths) {
+    let data = data(name);
+    let mut count = 0;
+    let mut below = |most: u64| {
+        count += 1;
+        (mix(data.seed ^ count) % most) as u32
+    };
+    let (kv, group) = (1 + below(3), 1 + below(4));
+    let dims = Dims {
+        batch: 1 + below(3),
+        seqlen_q: [1, 2, 17, 40, 130][below(5) as usize],
+        seqlen_k: 1 + below(200),
+        num_heads_q: kv * group,
+        num_heads_kv: kv,
+        head_dim_qk: [8, 33, 64, 96, 128][below(5) as usize],
+        head_dim_v: [8, 16, 47, 64, 128][below(5) as usize],
+    };
+    let dtype = [DType::Bf16, DType::F32][below(2) as usize];
+    let mask = ["0", "b", "t", "b:20,0", "t:5,9,3", "g:7,11"][below(6) as usize];
+    let descale = [Descale::None, Descale::PerTensor, Descale::PerKvHead];
+    let [of_q, of_k, of_v] = [0; 3].map(|_| descale[below(3) as usize]);
+    let mut problem = masked(dtype, dims, mask).sink(below(3) == 0).seqused_k(below(2) == 0);
+    problem = problem.softcap((below(4) == 0).then_some(3.0)).p_drop([0.0, 0.0, 0.25][below(3) as usize]);
+    if below(4) == 0 {
+        problem = problem.bias(fmha_core::Bias::Alibi { per_batch: below(2) == 0 });
+    }
+    let mut lengths = Lengths::default();
+    if problem.layout.seqused_k {
+        let used = (0..dims.batch).map(|_| below(u64::from(dims.seqlen_k) + 1).cast_signed());
+        lengths.seqused_k = used.collect();
+    }
+    if may_be_paged && below(3) == 0 {
+        let page_size = format.block_size() * (1 + below(3));
+        (problem, lengths) = in_pages(problem, page_size, lengths, name);
+    }
+    if below(3) == 0 {
+        problem = problem.v_layout(VLayout::ColMajor);
+    }
+    (problem.with_block_scales(format).descale_q(of_q).descale_k(of_k).descale_v(of_v), lengths)
 }
 
 fn small(dtype: DType, mask: &str) -> FwdProblem {

@@ -47,7 +47,10 @@ pub fn check_fwd(
         operands.cache("k", &args.k, problem, (problem.strides.k, k, dtype_k))?;
         operands.cache("v", &args.v, problem, (problem.strides.v, v, dtype_v))?;
     }
-    operands.block_scales(problem, args, &extents)?;
+    if problem.block_scales.is_some() {
+        let tensors = [args.q, read_only("k", &args.k)?, read_only("v", &args.v)?];
+        operands.block_scales(problem, tensors, &args.score, &extents)?;
+    }
     operands.cache_scales(problem, args, &extents)?;
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
     operands.second(problem, args)?;
@@ -92,8 +95,11 @@ pub fn check_bwd(
     let mut operands = Operands::new(space);
     operands.inputs(fwd, args.q, &args.seq, &args.score)?;
     operands.masks(fwd, &args.masks, args.seq.totals)?;
-    operands.tensor("k", Access::input(&args.k), fwd.strides.k, extents.k, fwd.dtypes.qk)?;
-    operands.tensor("v", Access::input(&args.v), fwd.strides.v, extents.v, fwd.dtypes.v)?;
+    if fwd.block_scales.is_none() {
+        operands.tensor("k", Access::input(&args.k), fwd.strides.k, extents.k, fwd.dtypes.qk)?;
+        operands.tensor("v", Access::input(&args.v), fwd.strides.v, extents.v, fwd.dtypes.v)?;
+    }
+    operands.block_scales(fwd, [args.q, args.k, args.v], &args.score, &extents)?;
     operands.tensor("o", Access::input(&args.o), fwd.strides.o, extents.o, fwd.dtypes.o)?;
     operands.numbers("lse", Some(Access::input(&args.lse)), true, (F32, lse_elems))?;
     operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtypes.o)?;
@@ -497,16 +503,18 @@ impl Operands {
     fn block_scales(
         &mut self,
         problem: &FwdProblem,
-        args: &FwdArgs<'_>,
+        tensors: [DevSlice<'_>; 3],
+        score: &ScoreArgs<'_>,
         extents: &Extents,
     ) -> Result<(), ProblemError> {
         let Some(scales) = &problem.block_scales else { return Ok(()) };
-        let given = args.score.block_scales();
+        let given = score.block_scales();
         let (elem, strides) =
             (scales.format.elem(), [problem.strides.q, problem.strides.k, problem.strides.v]);
-        let tensors = [("q", args.q), ("k", read_only("k", &args.k)?), ("v", read_only("v", &args.v)?)];
         let shapes = scales.stored(extents, problem.layout.v);
-        for (((name, slice), strides), shape) in tensors.into_iter().zip(strides).zip(shapes) {
+        for (((name, slice), strides), shape) in
+            ["q", "k", "v"].into_iter().zip(tensors).zip(strides).zip(shapes)
+        {
             let bytes = ValidFwd::extent_bytes(strides, shape, BYTE);
             self.push(name, Access::input(&slice), elem, bytes, 1, Some((strides, shape, BYTE)))?;
         }

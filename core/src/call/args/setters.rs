@@ -229,6 +229,28 @@ impl<'a> BwdArgs<'a> {
         }
     }
 
+    /// These arguments with `values` in place of a Q, K and V that have scales, whose scales are left out: the call on
+    /// [`BwdProblem::over_values`](crate::BwdProblem::over_values). Every output is borrowed.
+    #[must_use]
+    pub fn over_values<'b>(&'b self, values: [DevSlice<'b>; 3]) -> BwdArgs<'b> {
+        let written = |slice: &'b DevSliceMut<'_>| {
+            // SAFETY: the memory of the caller's slice, which is borrowed as long as this one lives and is written
+            // through this one alone meanwhile.
+            unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }
+        };
+        let gradients = [&self.dq, &self.dk, &self.dv].map(written);
+        let mut over = BwdArgs::new(values, [self.o, self.lse, self.dout], gradients);
+        (over.seq, over.score, over.masks, over.dlse) = (self.seq, self.score, self.masks, self.dlse);
+        let score = &mut over.score;
+        (score.descale_q, score.descale_k, score.descale_v) = (None, None, None);
+        (score.block_scale_q, score.block_scale_k, score.block_scale_v) = (None, None, None);
+        over.dbias = self.dbias.as_ref().map(written);
+        over.dcaptured = self.dcaptured.iter().map(written).collect();
+        over.dsink = self.dsink.as_ref().map(written);
+        over.workspace = self.workspace.as_ref().map(written);
+        over
+    }
+
     setters! {
         /// Gradient of LSE, f32 and laid out like it, iff the problem has it.
         dlse: impl Into<Option<DevSlice<'a>>> => dlse;
