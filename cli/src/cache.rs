@@ -81,7 +81,7 @@ impl CacheOptions {
             let against = [
                 (is_group, "--mode 0, and --mode is 1"),
                 (is_given, "made-up data, and q, k and v are given"),
-                (backward, "the forward, and --backward is given"),
+                (backward && name != "block_scales", "the forward, and --backward is given"),
             ];
             if let Some((_, with)) = against.into_iter().find(|&(holds, _)| holds) {
                 return Err(Failure::wrong(format!("{name} {value} goes with {with}")));

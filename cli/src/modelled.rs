@@ -46,10 +46,11 @@ const BLACKWELL: Rates = Rates {
     source: "HGX B200 data sheet (tensor, memory), CUDA C++ Programming Guide (others)",
 };
 
-/// A Jetson T5000: 259 TFLOP/s of dense 16-bit products and 273 GB/s on 20 SMs at 1.575 GHz. Nobody here has one.
+/// A Jetson T5000, by NVIDIA's page (nvidia.com, autonomous-machines/embedded-systems/jetson-thor): 273 GB/s, 20 SMs at
+/// 1.575 GHz, and 2070 TFLOP/s of sparse FP4, an eighth of which is a B200's rate for each SM. Nobody here has one.
 const THOR: Rates = Rates {
     memory: 0.273e12 / 20.0 / 1.575e9,
-    source: "Jetson Thor data sheet (tensor, memory), CUDA C++ Programming Guide (others)",
+    source: "NVIDIA's page of Jetson Thor (tensor, memory), CUDA C++ Programming Guide (others)",
     ..BLACKWELL
 };
 

@@ -262,7 +262,9 @@ impl DeviceFacts {
             "sm_103a" => {
                 (148, LARGE_SMEM, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
             }
-            // Data sheet of the Jetson T5000: 2070 TFLOP/s of sparse FP4, an eighth of it of dense 16-bit products.
+            // NVIDIA's page of the Jetson T5000 (nvidia.com, autonomous-machines/embedded-systems/jetson-thor): 10
+            // TPCs of two multiprocessors, 273 GB/s, 2070 TFLOP/s of sparse FP4, of which dense 16-bit products are an
+            // eighth. At 1.575 GHz, its highest clock, 20 multiprocessors of a B200's rate have 258.0.
             "sm_110a" => (
                 20,
                 LARGE_SMEM,

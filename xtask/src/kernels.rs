@@ -1006,7 +1006,7 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("simt"),
         in_test: Cases {
-            filter: "^scales/[a-z0-9_]*/(bf16/(descale_head/c|paged/p32|apart)|drawn/0[0-3])",
+            filter: "^scales/[a-z0-9_]*/(bf16/(descale_head/c|paged/p32|apart)|drawn/0[0-3]|backward/bf16/apart)",
             deal: 1,
         },
         in_all: Cases { filter: "^scales/", deal: 1 },
@@ -1014,7 +1014,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: Some("simt"),
-        in_test: Cases { filter: "^scales/[a-z0-9_]*/bf16/packed_queries$", deal: 1 },
+        in_test: Cases { filter: "^scales/[a-z0-9_]*/(bf16/packed_queries|backward/f32/apart)$", deal: 1 },
         in_all: Cases { filter: "^scales/", deal: 1 },
         ..amd("gfx942", NONE)
     },
@@ -1036,6 +1036,14 @@ pub(crate) const ROWS: &[Row] = &[
         mode: Mode::HappensBefore,
         in_test: Cases { filter: "^scales/nvfp4/bf16/(descale_head/c/|columns/d64)", deal: 1 },
         in_all: Cases { filter: NVFP4, deal: 1 },
+        ..BLACKWELL
+    },
+    // Gradients beside scales by blocks, whose values a launch writes first.
+    Row {
+        kernel: Some("sm100_widened"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^scales/mxfp8_e4m3/backward/bf16/(descale_head|head_dim/d31x47$)", deal: 1 },
+        in_all: Cases { filter: "^scales/[a-z0-9_]*/backward/(bf16|nan|drawn)", deal: 1 },
         ..BLACKWELL
     },
     Row {

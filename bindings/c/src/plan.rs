@@ -310,12 +310,16 @@ impl FmhaPlan {
             let input = |name, at, strides, shape, dtype| memory.input(name, at, (strides, shape), dtype);
             let grad =
                 |name, at, strides, shape| memory.output(name, at, (strides, shape), problem.dtype_grad);
-            let mut args = BwdArgs::new(
-                [
+            let inputs = match memory.in_blocks(fwd, given, &extents)? {
+                Some(inputs) => inputs,
+                None => [
                     input("q", given.q, strides.q, extents.q, types.qk)?,
                     input("k", given.k, strides.k, extents.k, types.qk)?,
                     input("v", given.v, strides.v, extents.v, types.v)?,
                 ],
+            };
+            let mut args = BwdArgs::new(
+                inputs,
                 [
                     input("o", given.o, strides.o, extents.o, types.o)?,
                     memory.needed("lse", given.lse, lse_bytes, DType::F32)?,
@@ -563,13 +567,8 @@ impl Memory {
         // SAFETY: the caller keeps the contract of `tensors`.
         unsafe {
             let o = self.output("o", args.o, (strides.o, extents.o), problem.dtypes.o)?;
-            if let Some(scales) = &problem.block_scales {
-                let [q, k, v] = scales.stored(extents, problem.layout.v);
-                let elem = scales.format.elem();
-                let q = self.coded("q", args.q.cast(), (strides.q, q), elem)?;
-                let k = self.coded("k", args.k.cast(), (strides.k, k), elem)?.into();
-                let v = self.coded("v", args.v.cast(), (strides.v, v), elem)?.into();
-                return Ok((q, k, v, o));
+            if let Some([q, k, v]) = self.in_blocks(problem, args, extents)? {
+                return Ok((q, k.into(), v.into(), o));
             }
             let q = self.input("q", args.q, (strides.q, extents.q), problem.dtypes.qk)?;
             let cached = |name, at, of, dtype| {
@@ -585,6 +584,29 @@ impl Memory {
                 return Ok((q, k, CacheSlice::InK, o));
             }
             Ok((q, k, cached("v", args.v, (strides.v, extents.v), problem.stored_v())?, o))
+        }
+    }
+
+    /// Q, K and V whose blocks have scales; `None` for a problem without them.
+    ///
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn in_blocks<'a>(
+        self,
+        problem: &FwdProblem,
+        args: &FmhaArgs,
+        extents: &Extents,
+    ) -> Result<Option<[DevSlice<'a>; 3]>, ProblemError> {
+        let Some(scales) = &problem.block_scales else { return Ok(None) };
+        let ([q, k, v], elem) = (scales.stored(extents, problem.layout.v), scales.format.elem());
+        let strides = &problem.strides;
+        // SAFETY: the caller keeps the contract of `in_blocks`.
+        unsafe {
+            Ok(Some([
+                self.coded("q", args.q.cast(), (strides.q, q), elem)?,
+                self.coded("k", args.k.cast(), (strides.k, k), elem)?,
+                self.coded("v", args.v.cast(), (strides.v, v), elem)?,
+            ]))
         }
     }
 

@@ -543,6 +543,28 @@ fn scales_by_blocks_are_the_call_on_the_values() {
     run_on_cpu(&base);
     assert_eq!(scaled, plain);
 
+    let gradients = with!(GRADIENTS, dtype_grad = FMHA_BF16);
+    let (lse, dout) = ([1f32; ROWS * HEADS], vec![0x3F80u16; q.len()]);
+    let of = |base: &Call| {
+        let mut made = [(); 3].map(|()| vec![0u16; q.len()]);
+        let [dq, dk, dv] = made.each_mut().map(|x| x.as_mut_ptr().cast::<c_void>());
+        run_on_cpu(&with!(
+            *base,
+            p.gradients = &raw const gradients,
+            a.o = plain.as_ptr().cast_mut().cast(),
+            a.lse = lse.as_ptr().cast_mut(),
+            a.dout = dout.as_ptr().cast(),
+            a.dq = dq,
+            a.dk = dk,
+            a.dv = dv,
+        ));
+        made
+    };
+    let wide = narrow(call(&wide_q, &wide_k, &wide_v, &mut [], 1, &[]));
+    let found = of(&base);
+    assert_eq!(found, of(&wide));
+    assert!(found.iter().all(|gradient| gradient.iter().any(|&bits| bits != 0)));
+
     for (wrong, error) in [
         (with!(scales, struct_bytes = 8), "struct_bytes 8 is not sizeof(FmhaBlockScales)"),
         (with!(scales, format = 9), "format 9 is none of"),

@@ -14,6 +14,7 @@ from ._block_scales import BlockScales
 
 _ARE = "block_scales: scales by blocks are"
 _AT_DTYPE_O = _native.NUMBERS.index("dtype_o")
+_AT_OPTIONS, _DETERMINISTIC = _torch._AT_OPTIONS, _torch._DETERMINISTIC
 _DESCALES = ("descale_q", "descale_k", "descale_v")
 
 
@@ -83,22 +84,72 @@ def attention(
             raise ValueError(f"{name} is given, and the scales by blocks have their own")
         named[name] = named[name] if own is None else own
     for name, x in named.items():
-        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if name != "sink" and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"{name} beside block_scales has no gradient")
+    _torch.refuse_tangents(q, k, v, *tensors, **{f"of_{name}": x for name, x in zip("qkv", scales.of)})
+    if torch.are_deterministic_algorithms_enabled():
+        numbers = (*numbers[:_AT_OPTIONS], numbers[_AT_OPTIONS] | _DETERMINISTIC, *numbers[_AT_OPTIONS + 1 :])
     if numbers[_AT_DTYPE_O] == -1:
         numbers = (*numbers[:_AT_DTYPE_O], dtype_code(scales.values), *numbers[_AT_DTYPE_O + 1 :])
     _, rest = _torch.prepared((q, k, v), tuple(named.values()))
     numbers, _ = _torch._seeded(q, numbers)
     by_columns = v.dim() == 4 and v.stride(-3) == 1 and v.stride(-1) != 1
     head_dim_v = v.shape[-1] * (1 if by_columns else form.elems_per_byte)
-    o, lse = _torch._o_and_lse(q, head_dim_v, numbers)
-    if named["seqused_q"] is not None or named["cu_seqlens_q"] is not None:
-        o, lse = o.zero_(), lse.zero_()
     more = [(name, x) for name, x in zip(named, rest) if x is not None]
+    put = _Put(scales, form)
+    if not _torch._want_gradients(*scales.of, named["sink"]):
+        return _forward((q, k, v), head_dim_v, more, numbers, put)
+    # Shapes of the values, whose gradients a call has.
+    keys = (k.shape[-3] if v.dim() == 4 and by_columns else v.shape[-3], v.shape[-2], head_dim_v)
+    shapes = [(*x.shape[:-1], x.shape[-1] * form.elems_per_byte) for x in (q, k)] + [(*v.shape[:-3], *keys)]
+    sink = dict(more).get("sink")
+    more = [(name, x) for name, x in more if name != "sink"]
+    return _Attention.apply(*scales.of, sink, (q, k, v), shapes, more, numbers, put)
+
+
+def _forward(
+    stored: Tuple[torch.Tensor, ...], head_dim_v: int, more: _lists.Named, numbers: Tuple[Any, ...], put: _Put
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _torch._o_and_lse(stored[0], head_dim_v, numbers)
+    if any(name in ("seqused_q", "cu_seqlens_q") for name, _ in more):
+        o, lse = o.zero_(), lse.zero_()
     with torch.no_grad():
-        run = [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), *more]
-        _lists._run(numbers, run, _Put(scales, form), _ARE)
+        _lists._run(numbers, [*zip("qkv", stored), ("o", o), ("lse", lse), *more], put, _ARE)
     return o, lse
+
+
+class _Attention(torch.autograd.Function):
+    """Gradients of the values go to the tensors that were converted: the rounding counts as the identity."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink, stored, shapes, more, numbers, put):
+        o, lse = _forward(stored, shapes[2][-1], [*more, ("sink", sink)] if sink is not None else more, numbers, put)
+        ctx.save_for_backward(*stored, o, lse, sink, *put.scales, *(x for _, x in more))
+        ctx.types = [x.dtype if isinstance(x, torch.Tensor) else None for x in (q, k, v)]
+        ctx.shapes, ctx.names, ctx.numbers, ctx.put = shapes, [name for name, _ in more], numbers, put
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 9
+        # Tensors that were changed in place since are refused here.
+        q, k, v, o, lse, sink, _, _, _, *rest = ctx.saved_tensors
+        dout = torch.zeros_like(o) if dout is None else _torch.last_is_dense(dout)
+        dlse = None if dlse is None else dlse.contiguous()
+        types = {x for x in ctx.types if x is not None}
+        dtype = types.pop() if len(types) == 1 and types <= set(_torch._CAST) else torch.float32
+        # Rows that lengths leave out have no gradient.
+        made = [torch.zeros(shape, dtype=dtype, device=q.device) for shape in ctx.shapes]
+        dsink = None if sink is None or not ctx.needs_input_grad[3] else torch.zeros_like(sink)
+        named = [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), ("sink", sink), *zip(ctx.names, rest)]
+        named += [("dout", dout), ("dlse", dlse), *zip(("dq", "dk", "dv"), made), ("dsink", dsink)]
+        with torch.no_grad():
+            _lists._run(ctx.numbers, [(name, x) for name, x in named if x is not None], ctx.put, _ARE)
+        # torch casts a gradient of another type than its tensor.
+        wanted = [x if asked else None for x, asked in zip((*made, dsink), ctx.needs_input_grad)]
+        return (*_torch.once(wanted, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse), None, None, None, None, None)
 
 
 _library = _native.library

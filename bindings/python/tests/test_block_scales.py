@@ -62,6 +62,43 @@ def test_o_and_lse_are_those_of_the_values(name, seqlen_k):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_those_of_the_values_and_go_to_what_was_converted(name):
+    wide, _ = made(name)
+    wide = [x.requires_grad_() for x in wide]
+    sink = torch.linspace(-1, 1, 4).requires_grad_()
+    q, k, v, scales = fmha.BlockScales.quantize(*wide, name)
+    scales.values = torch.float32
+    options = dict(mask="causal", return_lse=True, allow_fallback=True)
+    o, lse = fmha.attention(q, k, v, sink=sink, block_scales=scales, **options)
+    dout, dlse = torch.randn_like(o), torch.randn_like(lse)
+    found = torch.autograd.grad((o, lse), (*wide, sink), (dout, dlse))
+    of_values = [
+        values(x, by, name, axis, descale).requires_grad_()
+        for x, by, axis, descale in zip((q, k, v), (scales.q, scales.k, scales.v), (-1, -1, 1), scales.descales)
+    ]
+    of_sink = sink.detach().double().requires_grad_()
+    plain, plain_lse = attention(*of_values, causal=True)
+    right_lse = torch.logaddexp(plain_lse, of_sink[None, :, None])
+    right = plain * (plain_lse - right_lse).exp().movedim(1, 2).unsqueeze(-1)
+    wanted = torch.autograd.grad((right, right_lse), (*of_values, of_sink), (dout.double(), dlse.double()))
+    for got, want, of in zip(found, wanted, (*wide, sink)):
+        assert got.shape == of.shape and got.dtype == of.dtype
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_training_step_in_mxfp8_keeps_the_tensors_type_and_has_one_derivative():
+    wide = [x.bfloat16().requires_grad_() for x in made("mxfp8_e4m3")[0]]
+    q, k, v, scales = fmha.BlockScales.quantize(*wide, "mxfp8_e4m3")
+    o = fmha.attention(q, k, v, block_scales=scales, allow_fallback=True)
+    found = torch.autograd.grad(o.float().square().sum(), wide, create_graph=True)
+    assert all(x.dtype == torch.bfloat16 and x.isfinite().all() for x in found)
+    with pytest.raises(NotImplementedError):
+        torch.autograd.grad(found[0].float().sum(), wide)
+    with torch.no_grad():
+        assert fmha.BlockScales.quantize(*wide, "mxfp8_e4m3")[3].of == (None, None, None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_numbers_come_back_within_half_a_step_of_their_block(name):
     (q, k, v), (q8, k8, v8, scales) = made(name)
     share = 1 / 6 + 1 / 16 if name == "nvfp4" else 1 / 8
@@ -230,8 +267,8 @@ def test_what_does_not_go_with_scales_by_blocks_is_named():
         ),
         (
             NotImplementedError,
-            "sink beside block_scales has no gradient",
-            lambda: fmha.attention(q, k, v, sink=torch.zeros(4, requires_grad=True), block_scales=scales),
+            "bias beside block_scales has no gradient",
+            lambda: fmha.attention(q, k, v, bias=torch.zeros(19, 77, requires_grad=True), block_scales=scales),
         ),
         (
             ValueError,
