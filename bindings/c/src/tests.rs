@@ -543,7 +543,8 @@ fn scales_by_blocks_are_the_call_on_the_values() {
     run_on_cpu(&base);
     assert_eq!(scaled, plain);
 
-    let gradients = with!(GRADIENTS, dtype_grad = FMHA_BF16);
+    // All rows of V are equal, so that dS comes from the gradient of LSE alone.
+    let gradients = with!(GRADIENTS, dtype_grad = FMHA_BF16, has_dlse = 1);
     let (lse, dout) = ([1f32; ROWS * HEADS], vec![0x3F80u16; q.len()]);
     let of = |base: &Call| {
         let mut made = [(); 3].map(|()| vec![0u16; q.len()]);
@@ -554,6 +555,7 @@ fn scales_by_blocks_are_the_call_on_the_values() {
             a.o = plain.as_ptr().cast_mut().cast(),
             a.lse = lse.as_ptr().cast_mut(),
             a.dout = dout.as_ptr().cast(),
+            a.dlse = lse.as_ptr(),
             a.dq = dq,
             a.dk = dk,
             a.dv = dv,

@@ -180,7 +180,7 @@ fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
             let problem = of(masked(dtype, dims, "0").with_block_scales(format));
             push(&format!("{dtype}/keys/{seqlen_k}"), problem, Lengths::default(), vec![]);
         }
-        let biased = super::backward::modified(small("b"), "bias_16");
+        let biased = super::backward::modified(small("b"), "dbias_one_head");
         for (what, problem) in [
             ("window", of(small("b:20,3,2"))),
             ("softcap", of(small("b").softcap(2.0))),
@@ -191,6 +191,8 @@ fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
             ("dlse", of(small("b")).has_dlse(true)),
             ("o_f32", of(small("0").dtype_o(DType::F32))),
             ("grad_f32", of(small("0")).dtype_grad(DType::F32)),
+            ("score", of(small("b").score_code(draw::score(7, Kind::Bare).ok()))),
+            ("mask", of(small("b").mask_code(draw::mask(7, Kind::Bare).ok()))),
         ] {
             push(&format!("{dtype}/beside/{what}"), problem, Lengths::default(), vec![]);
         }
