@@ -1042,7 +1042,10 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("sm100_widened"),
         mode: Mode::HappensBefore,
-        in_test: Cases { filter: "^scales/mxfp8_e4m3/backward/bf16/(descale_head|head_dim/d31x47$)", deal: 1 },
+        in_test: Cases {
+            filter: "^scales/mxfp8_e4m3/backward/bf16/(descale_head|head_dim/d31x47$)",
+            deal: 1,
+        },
         in_all: Cases { filter: "^scales/[a-z0-9_]*/backward/(bf16|nan|drawn)", deal: 1 },
         ..BLACKWELL
     },

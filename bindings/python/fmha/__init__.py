@@ -221,8 +221,9 @@ def attention(
         index_block: keys of an entry: entry ``e`` stands for keys ``e * index_block`` up to
             ``(e + 1) * index_block``.
         block_scales: scales by blocks of Q, K and V that are stored in MXFP8 or NVFP4, as
-            :meth:`BlockScales.quantize` makes both. On a GPU ``allow_fallback`` alone serves them. torch's tensors alone, without a compiler and gradients, and beside
-            neither functions, masks as data, lists nor small outputs.
+            :meth:`BlockScales.quantize` makes both; what was converted gets the gradients. On a GPU but Blackwell
+            ``allow_fallback`` alone serves them. torch's tensors alone, without a compiler, and beside neither
+            functions, masks as data, lists, small outputs nor a bias with a gradient.
 
     Returns:
         O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are 0, in O, LSE and gradients alike.
