@@ -1,5 +1,5 @@
-//! Calls with scales by blocks: Q, K and V are first multiplied by their scales, each product rounded once to the type of
-//! the values, and the forward or the backward runs on the results.
+//! Calls with scales by blocks: Q, K and V are first multiplied by their scales, each product rounded once to the
+//! type of the values, and the forward or the backward runs on the results.
 
 use fmha_core::scaled_rows::ScaledRows;
 use fmha_core::seq::KvRows;

@@ -104,8 +104,8 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     }
 }
 
-/// The backward in two launches, with a third for gradients of tensors that the score function reads (captures), and one
-/// before for the values of tensors with scales by blocks.
+/// The backward in two launches, with a third for gradients of tensors that the score function reads (captures), and
+/// one before for the values of tensors with scales by blocks.
 #[derive(Clone, Debug)]
 pub struct SimtBwd(BwdWorkspace, Option<BlockValues>);
 
@@ -173,9 +173,10 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
             // SAFETY: the caller keeps the contract of `launch`.
             return unsafe { self.launch_rows(steps, call) };
         };
-        // SAFETY: as above; the values lie in the workspace, as large as the problem over them requires.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { values.write(steps, call)? };
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `launch`; the values lie in the workspace, as large as the problem
+        // over them requires.
         values.with(call, |over| unsafe { self.launch_rows(steps, over) })
     }
 }

@@ -83,7 +83,7 @@ impl BlockValues {
         Ok(Workspace { bytes: self.places[3], ..own })
     }
 
-    /// What a plan says of the values.
+    /// A plan's detail about the values.
     #[must_use]
     pub fn words(&self) -> (&'static str, String) {
         let bytes = self.places[3] - self.places[0];
@@ -214,8 +214,8 @@ impl<V: Vendor, K: ReadsValues<V>> Kernel<ValidBwd, V> for OfValues<K> {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         // SAFETY: the caller keeps the contract of `launch`.
         unsafe { self.values.write(steps, call)? };
-        // SAFETY: the caller's promise for the operands, of which Q, K and V lie elsewhere: in the workspace, behind the
-        // kernel's own part of it, as large as the problem over the values requires.
+        // SAFETY: the caller's promise for the operands, of which Q, K and V lie elsewhere: in the workspace, behind
+        // the kernel's own part of it, as large as the problem over the values requires.
         self.values.with(call, |over| unsafe { self.kernel.launch(steps, over) })
     }
 }

@@ -21,7 +21,7 @@ struct Write {
   static constexpr int32_t each = is_nvfp4 ? 2 : 1;  // elements to a byte
   static constexpr int32_t block = is_nvfp4 ? 16 : 32;
   static constexpr int32_t columns = kValueColumns;
-  static_assert(block % columns == 0);
+  static_assert(block % columns == 0, "the columns of a lane have one scale of Q or K");
   const FwdParams& p;
   const BlockScaleParams& s;
   const BlockValuesParams& to;
