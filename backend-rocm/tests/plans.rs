@@ -294,9 +294,9 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
         let forward = ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "cdna_widened", "rdna_widened"];
-        let kernels =
-            [&forward[..], &["simt", "cdna_bwd", "rdna_bwd", "cdna_lists", "combine", "choose", "quantize"]]
-                .concat();
+        let backward = ["simt", "cdna_bwd", "rdna_bwd", "cdna_lists"];
+        let others = ["combine", "cdna_index", "rdna_index", "choose", "quantize"];
+        let kernels = [&forward[..], &backward, &others].concat();
         assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));

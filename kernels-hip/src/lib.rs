@@ -16,6 +16,7 @@ mod cdna_decode;
 mod decode;
 mod device;
 mod forward;
+mod index;
 mod lists_bwd;
 mod order;
 mod paths;
