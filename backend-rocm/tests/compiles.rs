@@ -361,14 +361,19 @@ fn no_product_spills(compiles: fn(usize, usize) -> bool) {
     }
     let of_arch = |at: usize, arch: Arch| {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
-        for (problem, (name, bwd)) in backward_problems().into_iter().enumerate() {
+        for (problem, (name, mut bwd)) in backward_problems().into_iter().enumerate() {
             let has_lists = bwd.fwd.lists.is_some();
-            if !compiles(problem, at) || has_lists && arch.is_rdna() {
+            if has_lists && arch.is_rdna() && bwd.fwd.dims.head_dim_qk > 256 {
+                // The kernel on WMMA refuses it beside latent rows.
+                bwd.fwd.score.softcap = None;
+            }
+            if !compiles(problem, at) {
                 continue;
             }
             let may_lack_scalars = ["softcap", "dropout", "odd strides"].contains(&&*name);
             let named = match (arch.is_rdna(), has_lists) {
-                (true, _) => "rdna_bwd",
+                (true, true) => "rdna_lists",
+                (true, false) => "rdna_bwd",
                 (false, true) => "cdna_lists",
                 (false, false) => "cdna_bwd",
             };

@@ -13,7 +13,7 @@ use crate::decode::recipe::Decode;
 use crate::device::Amd;
 use crate::forward::recipe::Forward;
 use crate::index::{MatrixIndex, MfmaIndex, WmmaIndex};
-use crate::lists_bwd::ListsBwd;
+use crate::lists_bwd::{ListsBwd, MfmaLists, WmmaLists};
 use crate::rdna::Rdna;
 use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
@@ -39,7 +39,8 @@ pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
     vec![
         Recipe::of::<Products<Mfma>>(),
         Recipe::of::<Products<Wmma>>(),
-        Recipe::of::<ListsBwd>(),
+        Recipe::of::<ListsBwd<MfmaLists>>(),
+        Recipe::of::<ListsBwd<WmmaLists>>(),
         Recipe::of::<SimtBwd>(),
     ]
 }
