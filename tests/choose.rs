@@ -404,7 +404,7 @@ fn given_cases() -> Vec<Case> {
     cases
 }
 
-/// Cases of mma.sync alone: several blocks of keys, rows of two sequences in a CTA, heads that fill no product, rows of
+/// Cases of matrix units: several blocks of keys, rows of two sequences in a CTA, heads that fill no product, rows of
 /// 256 elements, every pair of types.
 fn matrix_cases() -> Vec<Case> {
     let of = |q, k, heads, dim, keys| Indexer::new(heads, dim, q, k, keys);
@@ -416,6 +416,38 @@ fn matrix_cases() -> Vec<Case> {
         Case::new("256 elements", index([1, 1, 150], 9, of(f16, f16, 17, 256, 150)), true, 42),
         Case::new("fp8 q", index([1, 2, 40], 9, of(fp8, bf16, 16, 64, 40)), true, 43),
     ]
+}
+
+/// Cases of AMD's matrix units alone: an instruction of one chunk, NaN in codes that are widened, E4M3 in the form
+/// without infinities, rows of other lengths than whole pairs of steps, more heads than a block has.
+fn amd_cases(arch: &str) -> Vec<Case> {
+    let of = |q, k, heads, dim, keys| Indexer::new(heads, dim, q, k, keys);
+    let (bf16, fp8) = (DType::Bf16, DType::E4m3Fn);
+    let mut odd =
+        Case::new("units, codes without a number", index([1, 2, 70], 20, of(bf16, fp8, 3, 48, 70)), true, 70);
+    for (key, code) in [(5, 0x7f), (6, 0xff), (64, 0x7f)] {
+        odd.k[key * 48] = code;
+    }
+    let mut cases = vec![
+        odd,
+        Case::new("units, short rows of fp8", index([1, 2, 70], 20, of(fp8, fp8, 33, 32, 70)), true, 71),
+        Case::new("units, rows of 112", index([1, 9, 300], 20, of(bf16, bf16, 40, 112, 300)), true, 72),
+    ];
+    if arch == "gfx942" {
+        let own = of(DType::E4m3Fnuz, DType::E4m3Fnuz, 64, 128, 300).k_scale(true);
+        cases.push(Case::new(
+            "units, 64 heads of fnuz",
+            index([1, 2, 300], 40, own).write_scores(true),
+            true,
+            73,
+        ));
+    }
+    cases.extend(matrix_cases().into_iter().chain(warpgroup_cases()));
+    // gfx90a's matrix unit flushes subnormal f16, and the kernel refuses the type.
+    cases.retain(|case| {
+        arch != "gfx90a" || case.problem.indexer().is_none_or(|indexer| indexer.dtype_q != DType::F16)
+    });
+    cases
 }
 
 /// Cases of wgmma: several tiles of keys, tokens that stay in shared memory and tokens that pass by, groups of them,
@@ -514,6 +546,8 @@ fn all_hold(device: &Device, step: usize) {
     each(exact_cases(), 4 * step, in_parts);
     if device.kind() == "cuda" {
         each(matrix_cases(), step.min(2), |case| case.holds(device, true, Some("sm80_index")));
+    }
+    if step == 1 {
         // The slow kernel, where the fast one is chosen.
         let mut slow = exact_cases();
         slow.retain(|case| case.problem.indexer().is_some());
@@ -570,10 +604,10 @@ fn hopper_chooses_as_the_definition_does() {
 }
 
 /// A fault in a header: its name, the text, what stands in its place, and the case that finds it; `clusters` and
-/// `warpgroups` are Hopper's.
+/// `warpgroups` are Hopper's, `units` AMD's.
 type Fault = (&'static str, &'static str, &'static str, &'static str);
 
-const FAULTS: [Fault; 7] = [
+const FAULTS: [Fault; 10] = [
     ("fmha/choose_row.h", "rank < wanted))", "rank <= wanted))", "given, all equal"),
     (
         "fmha/choose.h",
@@ -601,18 +635,37 @@ const FAULTS: [Fault; 7] = [
         "gather(of_cta, room, bound);\n    Cta::barrier();",
         "clusters of two",
     ),
+    ("fmha/amd/index.h", "s_barrier_of_lds();\n", "\n", "units, rows of 112"),
+    ("fmha/amd/index.h", "score[g] = there ? added : score[g];", "score[g] = added;", "units, rows of 112"),
+    (
+        "fmha/amd/widen_e4m3.h",
+        "two_to_eighth) | no_number",
+        "two_to_eighth)",
+        "units, codes without a number",
+    ),
 ];
 
 /// The architecture whose case of that name finds a fault.
 fn arch_of(case: &str) -> &'static str {
-    if case.starts_with("clusters") || case.starts_with("warpgroups") { "sm_90a" } else { "sm_80" }
+    match case.split([',', ' ']).next() {
+        Some("clusters" | "warpgroups") => "sm_90a",
+        Some("units") => "gfx942",
+        _ => "sm_80",
+    }
 }
 
 /// Holds that a case passes on the sound kernels, and not with the fault in them.
 fn is_found(&(name, text, put, case): &Fault) {
-    let open = || fmha_cuda::open(0, Some(arch_of(case)));
-    let (Ok(_), Ok(device)) = (fmha_cuda::nvrtc::nvrtc(), open()) else { return println!("absent") };
-    let cases = given_cases().into_iter().chain(matrix_cases());
+    let arch = arch_of(case);
+    let open = || {
+        if arch.starts_with("gfx") {
+            amd::open(arch, "a fault in the choice of keys")
+        } else {
+            fmha_cuda::nvrtc::nvrtc().ok().and_then(|_| fmha_cuda::open(0, Some(arch)).ok())
+        }
+    };
+    let Some(device) = open() else { return println!("absent") };
+    let cases = given_cases().into_iter().chain(matrix_cases()).chain(amd_cases("gfx942"));
     let mut cases = cases.chain(warpgroup_cases()).chain(cluster_cases());
     let case = cases.find(|it| it.name == case).unwrap();
     case.holds(&device, true, None);
@@ -647,11 +700,26 @@ fn each_planted_fault_is_found() {
     }
 }
 
+/// One in `own` of the cases of an architecture's matrix unit, then one in `step` of all choices of its backend.
+fn amd_holds(arch: &str, own: usize, step: usize) {
+    let Some(device) = amd::open(arch, "the choice of keys") else { return };
+    let kernel = if arch.starts_with("gfx9") { "cdna_index" } else { "rdna_index" };
+    for case in amd_cases(arch).into_iter().step_by(own) {
+        case.holds(&device, true, Some(kernel));
+    }
+    all_hold(&device, step);
+}
+
 #[test]
 fn cdna_and_rdna_choose_as_the_definition_does() {
-    for (arch, step) in [("gfx942", 1), ("gfx1201", 4)] {
-        if let Some(device) = amd::open(arch, "the choice of keys") {
-            all_hold(&device, step);
-        }
+    amd_holds("gfx942", 3, 1);
+    amd_holds("gfx1201", 4, 4);
+}
+
+#[test]
+#[ignore = "the sample's cases again: cargo xtask test --all"]
+fn every_amd_device_chooses_as_the_definition_does() {
+    for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"] {
+        amd_holds(arch, 1, 1);
     }
 }

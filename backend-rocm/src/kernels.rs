@@ -1,5 +1,6 @@
 //! AMD's part of the generic backend: its driver, its compiler, and the recipes of `fmha-kernels-hip`.
 
+use fmha_core::sparse::ValidChoose;
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
 use fmha_gpu::{Ranges, Recipe, Vendor};
 use fmha_kernels_hip::{DeviceFacts, recipes};
@@ -31,6 +32,10 @@ impl Vendor for Rocm {
 
     fn combine() -> Vec<Recipe<ValidCombine, Self>> {
         recipes::combine()
+    }
+
+    fn choose() -> Vec<Recipe<ValidChoose, Self>> {
+        recipes::choose()
     }
 }
 

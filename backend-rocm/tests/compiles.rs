@@ -6,7 +6,8 @@
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{
     Bias, BiasBroadcast, BwdProblem, CacheRows, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem,
-    Intervals, KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions, QLayout, Strides, VLayout,
+    Intervals, KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions, QLayout, SecondCache, Strides,
+    VLayout,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -205,7 +206,10 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
         let problem = problem.lists(lists);
         all.push((format!("lists/d{qk}x{v}"), problem.clone()));
         let addresses = lists.entries(ListEntries::Addresses);
-        all.push((format!("lists of addresses/d{qk}x{v}"), problem.softcap(20.0).lists(addresses)));
+        all.push((format!("lists of addresses/d{qk}x{v}"), problem.clone().softcap(20.0).lists(addresses)));
+        let second = SecondCache::new(&problem, problem.layout.kv, 4096);
+        let listed = KeyLists::new(&second.alone(&problem), 512);
+        all.push((format!("two caches/d{qk}x{v}"), problem.lists(None).second(second.lists(listed))));
     }
     all
 }
@@ -353,32 +357,40 @@ fn backward_problems() -> Vec<(String, BwdProblem)> {
     all
 }
 
-/// No product kernel spills vector registers. Scalar registers may spill to lanes of vector registers, which is no
-/// memory access, when modifiers or loads by elements need many.
+/// No product kernel but one spills vector registers. Scalar registers may spill to lanes of vector registers, which is
+/// no memory access, when modifiers or loads by elements need many.
 fn no_product_spills(compiles: fn(usize, usize) -> bool) {
     if !support::clang_is_there() {
         return;
     }
     let of_arch = |at: usize, arch: Arch| {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
-        for (problem, (name, bwd)) in backward_problems().into_iter().enumerate() {
+        for (problem, (name, mut bwd)) in backward_problems().into_iter().enumerate() {
             let has_lists = bwd.fwd.lists.is_some();
-            if !compiles(problem, at) || has_lists && arch.is_rdna() {
+            if has_lists && arch.is_rdna() && bwd.fwd.dims.head_dim_qk > 256 {
+                // The kernel on WMMA refuses it beside latent rows.
+                bwd.fwd.score.softcap = None;
+            }
+            if !compiles(problem, at) {
                 continue;
             }
             let may_lack_scalars = ["softcap", "dropout", "odd strides"].contains(&&*name);
             let named = match (arch.is_rdna(), has_lists) {
-                (true, _) => "rdna_bwd",
+                (true, true) => "rdna_lists",
+                (true, false) => "rdna_bwd",
                 (false, true) => "cdna_lists",
                 (false, false) => "cdna_bwd",
             };
             let options = PlanOptions::default().kernel(named.to_owned());
             for (kernel, code) in support::products(&backend, &bwd.validate().unwrap(), &options) {
                 let found = Resources::of(&code).unwrap();
-                assert_eq!(found.vgpr_spills, 0, "{arch:?} {name} {kernel}: {found:?}");
+                // Sums of dK and dV of latent rows nearly fill a lane of RDNA.
+                let is_full = kernel == "rdna_lists_keys" && name == "lists/d576x512";
+                let spilled = if is_full { 64 } else { 0 };
+                assert!(found.vgpr_spills <= spilled, "{arch:?} {name} {kernel}: {found:?}");
                 let most = match (arch.is_rdna(), has_lists) {
-                    (true, _) => 0,
-                    (false, true) => 72,
+                    (true, false) => 0,
+                    (_, true) => 72,
                     (false, false) => u64::from(may_lack_scalars) * 24,
                 };
                 assert!(found.sgpr_spills <= most, "{arch:?} {name} {kernel}: {found:?}");

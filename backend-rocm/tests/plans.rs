@@ -199,9 +199,10 @@ fn a_process_that_plans_backward_and_combine() {
     let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
     let no_wmma = Refusal::new("rdna_bwd", "gfx942 has no WMMA");
     let no_lists = Refusal::new("cdna_lists", "indices are not given: this kernel walks lists of keys");
+    let not_on_rdna = Refusal::new("rdna_lists", "gfx942 has no WMMA");
     assert_eq!(
         refusals(backend.plan_bwd(&f32s, &PlanOptions::default())),
-        [f32_is_none, no_wmma, no_lists, not_allowed]
+        [f32_is_none, no_wmma, no_lists, not_on_rdna, not_allowed]
     );
     for (dims, tile, part) in [
         (Dims { head_dim_v: 320, ..DIMS }, &[][..], "head_dim_v 320 is larger than 256"),
@@ -260,8 +261,8 @@ fn a_process_that_plans_lists() {
         (apart.cache.v_in_k, apart.strides.v) = (false, Strides::bshd(apart.shape_v()));
         let backward = BwdProblem::new(apart).validate().unwrap();
         let planned = backend.plan_bwd(&backward, &slow_too()).unwrap();
-        let expected = if arch.is_rdna() { ("simt", true) } else { ("cdna_lists", false) };
-        assert_eq!((planned.kernel(), planned.is_fallback()), expected, "{:?}", planned.refusals());
+        let expected = if arch.is_rdna() { "rdna_lists" } else { "cdna_lists" };
+        assert_eq!((planned.kernel(), planned.is_fallback()), (expected, false), "{:?}", planned.refusals());
         assert!(planned.promises().deterministic && planned.promises().batch_invariant);
     }
 }
@@ -294,9 +295,9 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
         let forward = ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "cdna_widened", "rdna_widened"];
-        let kernels =
-            [&forward[..], &["simt", "cdna_bwd", "rdna_bwd", "cdna_lists", "combine", "choose", "quantize"]]
-                .concat();
+        let backward = ["simt", "cdna_bwd", "rdna_bwd", "cdna_lists", "rdna_lists"];
+        let others = ["combine", "cdna_index", "rdna_index", "choose", "quantize"];
+        let kernels = [&forward[..], &backward, &others].concat();
         assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));

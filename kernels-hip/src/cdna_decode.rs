@@ -6,6 +6,7 @@
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::lists::ListParams;
+use fmha_core::second::TwoCachesParams;
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{
     Bias, CacheRows, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, VLayout, abi_spec, abi_struct,
@@ -15,8 +16,8 @@ use crate::CDNA;
 use crate::arch::Arch;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Cut, MOST_SHARES, Parts, Room, cache_details, entry_argument, entry_params, leaves_to_forward,
-    row_blocks, shares_rows, strides_are_dwords, takes, walked,
+    Cut, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
+    strides_are_dwords, takes, walked,
 };
 use crate::device::{Device, needs_mfma, refuse};
 use crate::forward::CdnaParams;
@@ -70,8 +71,10 @@ abi_spec! {
         pub modifies: bool,
         /// Way of loading Q, K and V.
         pub load: LoadPath,
-        /// Whether each token's keys come from a list.
+        /// Whether each token's keys come from a list, or from two caches.
         pub listed: bool,
+        /// Whether they come from two caches.
+        pub two_caches: bool,
         /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes; 0 if rows have elements of type
         /// `stored`.
         pub row_bytes: i32,
@@ -141,6 +144,16 @@ abi_struct! {
     }
 }
 
+abi_struct! {
+    /// Arguments of both launches of a decode kernel over two caches; they begin as those over lists do.
+    pub struct TwoDecodeParams {
+        /// Arguments of the kernel without lists.
+        pub decode: CdnaDecodeParams,
+        /// Parameters of both caches.
+        pub caches: TwoCachesParams,
+    }
+}
+
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CdnaDecode {
@@ -188,7 +201,8 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
         ends_early: dims.head_dim_qk as i32 != padded(dims.head_dim_qk),
         modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
         load,
-        listed: problem.lists.is_some(),
+        listed: problem.walks_lists(),
+        two_caches: problem.walks_caches(),
         row_bytes: problem.cache.rows.map_or(0, |rows| rows.row_bytes().cast_signed()),
     }
 }
@@ -217,12 +231,9 @@ impl CdnaDecode {
     }
 }
 
-/// Whether rows of bytes are a list's, and begin on dwords.
+/// Whether rows of bytes begin on dwords.
 fn takes_rows_of_bytes(problem: &FwdProblem) -> Result<(), Refusal> {
     let Some(bytes) = problem.cache.rows.map(CacheRows::row_bytes) else { return Ok(()) };
-    if problem.lists.is_none() {
-        refuse!(NAME, "cache_rows of {bytes} bytes without indices");
-    }
     if !spec(problem).v_in_k {
         let (q, k, v) = (problem.strides.q, problem.strides.k.batch, problem.strides.v.batch);
         refuse!(
@@ -299,8 +310,8 @@ impl Split for CdnaDecode {
                 "__attribute__((amdgpu_flat_work_group_size({least}, {most}), \
                  amdgpu_waves_per_eu({waves}, {waves})))"
             ),
-            params: entry_params(self.spec.listed),
-            call: &format!("cdna::decode::run<kSpec>({});", entry_argument(self.spec.listed)),
+            params: self.parts.keys.entry_params(),
+            call: &format!("cdna::decode::run<kSpec>({});", self.parts.keys.entry_argument()),
         };
         crate::source(&entry, CDNA)
     }
@@ -346,12 +357,16 @@ impl Split for CdnaDecode {
 
 /// `fmha/cdna/decode/tile.h`: the types that this file shares with the device.
 pub(crate) fn tile_header() -> Header {
-    let definitions =
-        [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition(), ListDecodeParams::c_definition()];
+    let definitions = [
+        CdnaDecodeSpec::c_definition(),
+        CdnaDecodeParams::c_definition(),
+        ListDecodeParams::c_definition(),
+        TwoDecodeParams::c_definition(),
+    ];
     Header::shared(
         "fmha/cdna/decode/tile.h",
         "fmha::cdna",
-        &["fmha/cdna/tile.h", "fmha/lists.h"],
+        &["fmha/cdna/tile.h", "fmha/lists.h", "fmha/two_caches_params.h"],
         &definitions,
     )
 }

@@ -63,26 +63,65 @@ pub(crate) fn takes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Re
         refuse!(kernel, "write_keep_mask: keys that the mask hides are not walked");
     }
     lists::takes_places(problem, kernel).map_err(|reason| Refusal::new(kernel, reason))?;
+    if !problem.walks_caches() {
+        problem.masks.refuse(kernel)?;
+    }
     cache_update::takes(problem, kernel)
 }
 
 /// The problem whose rows and keys are cut into work items. With lists, each token counts as a sequence of one
 /// query whose keys are the entries of its list.
 pub(crate) fn walked(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
-    match problem.lists {
-        Some(_) => Cow::Owned(lists::of_tokens(problem)),
-        None => Cow::Borrowed(problem),
+    if problem.walks_lists() { Cow::Owned(lists::of_tokens(problem)) } else { Cow::Borrowed(problem) }
+}
+
+/// Where a kernel's keys come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Keys {
+    /// Runs of a sequence's keys.
+    Sequence,
+    /// Lists of one cache's keys.
+    Lists,
+    /// Both caches; or rows of bytes without a list, beside an empty second cache.
+    TwoCaches,
+}
+
+impl Keys {
+    pub(crate) fn of(problem: &FwdProblem) -> Self {
+        if problem.walks_caches() {
+            Self::TwoCaches
+        } else if problem.lists.is_some() {
+            Self::Lists
+        } else {
+            Self::Sequence
+        }
     }
-}
 
-/// Parameters of an entry; `listed`: of a kernel over lists of keys.
-pub(crate) const fn entry_params(listed: bool) -> &'static str {
-    if listed { "ListDecodeParams p" } else { "CdnaDecodeParams p" }
-}
+    /// Class of the device text that has them.
+    pub(crate) const fn places(self) -> &'static str {
+        match self {
+            Self::Sequence => "fmha::cdna::decode::SequencePlaces",
+            Self::Lists => "fmha::cdna::decode::ListPlaces",
+            Self::TwoCaches => "fmha::cdna::decode::TwoPlaces",
+        }
+    }
 
-/// Argument of the kernel in its entry.
-pub(crate) const fn entry_argument(listed: bool) -> &'static str {
-    if listed { "p.decode" } else { "p" }
+    /// Parameters of an entry.
+    pub(crate) const fn entry_params(self) -> &'static str {
+        match self {
+            Self::Sequence => "CdnaDecodeParams p",
+            Self::Lists => "ListDecodeParams p",
+            Self::TwoCaches => "TwoDecodeParams p",
+        }
+    }
+
+    /// Argument of the kernel in its entry.
+    pub(crate) const fn entry_argument(self) -> &'static str {
+        match self {
+            Self::Sequence => "p",
+            Self::Lists | Self::TwoCaches => "p.decode",
+        }
+    }
 }
 
 /// Whether a row is too long for one wave, so that waves share it.
@@ -102,6 +141,10 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
     whole(problem.strides.q, problem.shape_q(), 2)
         && whole(problem.strides.k, problem.shape_k(), cache_bytes)
         && whole(problem.strides.v, problem.shape_v(), cache_bytes)
+        && problem.second.is_none_or(|second| {
+            let alone = second.alone(problem);
+            whole(second.k, alone.shape_k(), cache_bytes) && whole(second.v, alone.shape_v(), cache_bytes)
+        })
 }
 
 /// Pieces of work: `block_rows` rows of a group, and a part of a sequence's keys or a share of all
@@ -124,8 +167,8 @@ pub(crate) struct Parts {
     dealt_words: u64,
     /// Whether the plan promises row invariance: the bits of a row depend on its own keys alone.
     pub(crate) row_invariant: bool,
-    /// Whether keys are the entries of tokens' lists.
-    listed: bool,
+    /// Where keys come from.
+    pub(crate) keys: Keys,
 }
 
 /// Most keys of a sequence in a row-invariant plan: P's scale is one constant for all lengths.
@@ -190,7 +233,7 @@ impl Parts {
             pieces: pieces as u32,
             dealt_words,
             row_invariant,
-            listed: problem.lists.is_some(),
+            keys: Keys::of(problem),
         };
         let bytes = parts.workspace_bytes();
         if bytes >= 1 << 62 {
@@ -227,12 +270,12 @@ impl Parts {
             include: MERGE_HEADER,
             constants: &[],
             bounds: &crate::group_of(threads),
-            params: entry_params(self.listed),
+            params: self.keys.entry_params(),
             call: &format!(
                 "cdna::decode::merge<{}, {}>({});",
                 self.row_elems,
-                self.listed,
-                entry_argument(self.listed)
+                self.keys.places(),
+                self.keys.entry_argument()
             ),
         };
         crate::source(&entry, CDNA)
@@ -276,18 +319,19 @@ impl Parts {
         let Self { cut, row_blocks, num_parts, .. } = self;
         let ratio = problem.gqa_ratio();
         let parts = match cut.shares {
-            0 if self.listed => format!("{num_parts} of the longest list, merged by a second launch"),
+            0 if self.keys != Keys::Sequence => {
+                format!("{num_parts} of the longest list, merged by a second launch")
+            }
             0 => format!("{num_parts} of the longest sequence, merged by a second launch"),
             _ => format!(
                 "keys of all sequences in {num_parts} equal stretches of {} at least, merged by a second launch",
                 cut.keys
             ),
         };
-        let rows = match problem.lists {
-            Some(_) => format!("{row_blocks} blocks a token and KV head: {ratio} heads"),
-            None => {
-                format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q)
-            }
+        let rows = if self.keys == Keys::Sequence {
+            format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q)
+        } else {
+            format!("{row_blocks} blocks a token and KV head: {ratio} heads")
         };
         [("rows", rows), ("parts", parts)]
     }
@@ -307,7 +351,13 @@ pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)>
     if cache_update::is_wanted(problem) {
         details.push(("before", format!("{} writes new keys and values", crate::rows::UPDATE)));
     }
-    if let Some(lists) = problem.lists {
+    if problem.walks_caches() {
+        let keys = problem.most_walked_keys();
+        details.push((
+            "caches",
+            format!("{keys} keys of two caches a token at most, entries read two tiles ahead"),
+        ));
+    } else if let Some(lists) = problem.lists {
         details.push(("lists", format!("{} entries a token, read two tiles ahead", lists.topk)));
     }
     if let (KvLayout::Paged { page_size }, false) = (problem.layout.kv, problem.lists_addresses()) {
@@ -343,7 +393,7 @@ pub(crate) fn leaves_to_forward(
         false => (cdna::NAME, cdna::accept(problem, device, &whole).is_ok()),
     };
     // A row-invariant plan uses one kernel for all calls, and the forward kernel reads no pages.
-    let is_left = is_taken && problem.lists.is_none();
+    let is_left = is_taken && !problem.walks_lists();
     if options.kernel.as_deref() == Some(kernel) || !is_left || options.row_invariant {
         return Ok(());
     }

@@ -16,6 +16,7 @@ mod cdna_decode;
 mod decode;
 mod device;
 mod forward;
+mod index;
 mod lists_bwd;
 mod order;
 mod paths;
@@ -49,6 +50,7 @@ pub fn headers() -> Vec<Header> {
         widened::header(),
         fmha_core::lists::header(),
         fmha_core::masks::header(),
+        fmha_core::second::header(),
         fmha_gpu::tile_list::header(),
     ]);
     headers

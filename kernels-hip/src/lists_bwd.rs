@@ -1,7 +1,9 @@
-//! The kernel `cdna_lists`: the backward over lists of keys, on MFMA (`fmha/cdna/bwd/lists.h`). A first launch
-//! computes LSE and delta of each query. In the second a workgroup computes dQ of a token's heads. In the third a
-//! workgroup alone sums dK and dV of a range of keys, and a last launch scales and rounds these. All sums have a
-//! fixed order.
+//! The kernels `cdna_lists` and `rdna_lists`: the backward over lists of keys, on MFMA and on WMMA
+//! (`fmha/amd/lists_bwd.h`). A first launch computes LSE and delta of each query. In the second a workgroup computes dQ
+//! of a token's heads. In the third a workgroup alone sums dK and dV of a range of keys, and a last launch scales and
+//! rounds these. All sums have a fixed order.
+
+use std::marker::PhantomData;
 
 use fmha_core::abi::{AbiStruct as _, BwdParams};
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
@@ -9,7 +11,9 @@ use fmha_core::lists::{ListParams, list_params};
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Call, DType, PlanOptions, Refusal, Result, ValidBwd, Workspace, abi_struct, bind};
+use fmha_core::{
+    Call, DType, Dims, FwdProblem, PlanOptions, Refusal, Result, ValidBwd, Workspace, abi_struct, bind,
+};
 use fmha_gpu::{
     About, Choice, Facts as _, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps,
     deterministic_rows, lists,
@@ -18,24 +22,20 @@ use fmha_gpu::{
 use crate::backward::LoadsAndStores;
 use crate::device::{Amd, DeviceFacts, launch, needs_unit, refuse};
 use crate::paths::LoadPath;
-use crate::{CDNA, rows};
+use crate::rows;
 
-/// The kernel's name in plans and refusals.
-pub(crate) const NAME: &str = "cdna_lists";
-
-const HEADER: &str = "fmha/cdna/bwd/lists.h";
-/// Most elements of a row of Q and K, then of V: a wave has a quarter of their sums in registers.
+/// Most elements of a row of Q and K, then of V: a wave has a part of their sums in registers.
 const MAX_HEAD_DIM_QK: u32 = 576;
 const MAX_HEAD_DIM_V: u32 = 512;
-const WAVES: u32 = 4;
-const THREADS: u32 = 64 * WAVES;
-/// Heads of a workgroup, and columns of a wave's block.
-const EDGE: u32 = 32;
+/// Entries of a list that are multiplied together.
+const ENTRIES: u32 = 32;
 /// Fewest and most keys of a workgroup; the most take 8 KB of LDS besides 32 KB of sums.
 const RANGES: (u64, u64) = (64, 1024);
 /// Workgroups of keys to aim at for each compute unit.
 const GROUPS_OF_A_UNIT: u64 = 2;
 const DWORD: u64 = 4;
+/// Namespaces of the entries.
+const LISTS: &str = "using namespace fmha::cdna;\nusing namespace fmha::cdna::bwd::lists;";
 
 abi_struct! {
     /// Parameters of the launches.
@@ -47,40 +47,122 @@ abi_struct! {
     }
 }
 
-/// The backward over lists of keys.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ListsBwd {
-    workspace: BwdWorkspace,
+/// A matrix unit, and the text for it.
+pub(crate) trait ListsUnit: Send + Sync + 'static {
+    const NAME: &'static str;
+    const STATS: &'static str;
+    const KEYS: &'static str;
+    const FINISH: &'static str;
+    const HEADER: &'static str;
+    /// The unit's class in the device text.
+    const CLASS: &'static str;
+    const IS_WMMA: bool;
+    /// Own rows of a workgroup: heads or keys, and columns of a wave's block.
+    const EDGE: u32;
+    const WAVE_THREADS: u32;
+
+    /// Waves of a workgroup, which share the columns of rows of these lengths.
+    fn waves(dims: &Dims) -> u32;
+
+    /// Checks that a lane has registers for the modifiers of a score.
+    ///
+    /// # Errors
+    /// The modifier, and its number.
+    fn takes_score(_fwd: &FwdProblem) -> std::result::Result<(), Refusal> {
+        Ok(())
+    }
 }
 
-/// Refusals that no tile would change.
-fn accepts(problem: &ValidBwd) -> std::result::Result<(), Refusal> {
+/// MFMA.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MfmaLists;
+
+impl ListsUnit for MfmaLists {
+    const NAME: &'static str = "cdna_lists";
+    const STATS: &'static str = "cdna_lists_stats";
+    const KEYS: &'static str = "cdna_lists_keys";
+    const FINISH: &'static str = "cdna_lists_finish";
+    const HEADER: &'static str = "fmha/cdna/bwd/lists.h";
+    const CLASS: &'static str = "UnitMfma";
+    const IS_WMMA: bool = false;
+    const EDGE: u32 = 32;
+    const WAVE_THREADS: u32 = 64;
+
+    fn waves(_: &Dims) -> u32 {
+        4
+    }
+}
+
+/// WMMA.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WmmaLists;
+
+impl ListsUnit for WmmaLists {
+    const NAME: &'static str = "rdna_lists";
+    const STATS: &'static str = "rdna_lists_stats";
+    const KEYS: &'static str = "rdna_lists_keys";
+    const FINISH: &'static str = "rdna_lists_finish";
+    const HEADER: &'static str = "fmha/rdna/bwd/lists.h";
+    const CLASS: &'static str = "UnitWmma";
+    const IS_WMMA: bool = true;
+    const EDGE: u32 = 16;
+    const WAVE_THREADS: u32 = 32;
+
+    /// Four waves' sums of rows of 512 elements would fill a lane's 256 registers.
+    fn waves(dims: &Dims) -> u32 {
+        if dims.head_dim_qk.max(dims.head_dim_v) > 256 { 8 } else { 4 }
+    }
+
+    fn takes_score(fwd: &FwdProblem) -> std::result::Result<(), Refusal> {
+        match fwd.score.softcap {
+            Some(softcap) if Self::waves(&fwd.dims) > 4 => {
+                let Dims { head_dim_qk, head_dim_v, .. } = fwd.dims;
+                refuse!(
+                    Self::NAME,
+                    "softcap {softcap} beside head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: a lane has no \
+                     registers for both"
+                )
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The backward over lists of keys on unit `U`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ListsBwd<U> {
+    workspace: BwdWorkspace,
+    unit: PhantomData<U>,
+}
+
+/// Refusals of the kernel of this name that no tile would change.
+fn accepts(problem: &ValidBwd, name: &'static str) -> std::result::Result<(), Refusal> {
     let fwd = problem.fwd();
     if fwd.lists.is_none() {
-        refuse!(NAME, "indices are not given: this kernel walks lists of keys");
+        refuse!(name, "indices are not given: this kernel walks lists of keys");
     }
-    fwd.refuse_mixed_layouts(NAME)?;
-    fwd.refuse_cache_updates(NAME)?;
-    problem.refuse_gradients_beside_lists(NAME)?;
-    lists::takes_places(fwd, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
+    fwd.refuse_mixed_layouts(name)?;
+    fwd.refuse_cache_updates(name)?;
+    problem.refuse_gradients_beside_lists(name)?;
+    lists::takes_places(fwd, name).map_err(|reason| Refusal::new(name, reason))?;
     let (qk, v, o) = (fwd.dtypes.qk, fwd.dtypes.v, fwd.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || o != qk {
-        refuse!(NAME, "dtype_qk {qk}, dtype_v {v}, dtype_o {o} are not three times f16 or three times bf16");
+        refuse!(name, "dtype_qk {qk}, dtype_v {v}, dtype_o {o} are not three times f16 or three times bf16");
     }
     let dims = fwd.dims;
     let of =
         [("head_dim_qk", dims.head_dim_qk, MAX_HEAD_DIM_QK), ("head_dim_v", dims.head_dim_v, MAX_HEAD_DIM_V)];
     for (field, dim, most) in of {
         if dim > most {
-            refuse!(NAME, "{field} {dim} is larger than {most}");
+            refuse!(name, "{field} {dim} is larger than {most}");
         }
         if !dim.is_multiple_of(8) {
-            refuse!(NAME, "{field} {dim} is not whole loads of 8 elements");
+            refuse!(name, "{field} {dim} is not whole loads of 8 elements");
         }
     }
     if LoadsAndStores::of(problem).load != LoadPath::Chunks {
         refuse!(
-            NAME,
+            name,
             "strides of Q, K, V or dO are not whole dwords, or reach beyond 2^28 bytes in 128 rows"
         );
     }
@@ -95,33 +177,33 @@ fn range(problem: &ValidBwd, num_units: u32) -> u64 {
 }
 
 /// f32 numbers of the sums of dK and dV; `None`: 2^60 or more.
-fn sum_elems(problem: &ValidBwd) -> Option<u64> {
+fn sum_elems<U: ListsUnit>(problem: &ValidBwd) -> Option<u64> {
     let dims = problem.fwd().dims;
-    let padded = |dim: u32| u64::from(dim.next_multiple_of(EDGE * WAVES));
+    let padded = |dim: u32| u64::from(dim.next_multiple_of(U::EDGE * U::waves(&dims)));
     let elems = BwdRows::of(problem).keys.checked_mul(padded(dims.head_dim_qk) + padded(dims.head_dim_v))?;
     (elems < 1 << 60).then_some(elems)
 }
 
-fn source(spec: &BwdSpec, call: &str, bounds: &str) -> KernelSource {
+fn source<U: ListsUnit>(spec: &BwdSpec, call: &str, bounds: &str) -> KernelSource {
     let entry = Entry {
-        include: HEADER,
+        include: U::HEADER,
         constants: &[("kSpec", spec)],
         bounds,
         params: "ListsBwdParams p",
-        call: &format!("cdna::bwd::lists::{call}(p);"),
+        call: &format!("{call}(p);"),
     };
-    crate::source(&entry, CDNA)
+    crate::source(&entry, LISTS)
 }
 
-impl<V: Amd> Kernel<ValidBwd, V> for ListsBwd {
+impl<V: Amd, U: ListsUnit> Kernel<ValidBwd, V> for ListsBwd<U> {
     type Tile = ();
 
     fn about() -> About<ValidBwd> {
-        About { takes_lists: true, ..About::new(NAME) }
+        About { takes_lists: true, ..About::new(U::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> std::result::Result<(), String> {
-        needs_unit(facts.device.arch, false)
+        needs_unit(facts.device.arch, U::IS_WMMA)
     }
 
     fn fit(
@@ -130,8 +212,9 @@ impl<V: Amd> Kernel<ValidBwd, V> for ListsBwd {
         options: &PlanOptions,
         _: &TileOptions,
     ) -> std::result::Result<(), Refusal> {
-        accepts(problem)?;
-        options.refuse_tile(NAME)
+        accepts(problem, U::NAME)?;
+        U::takes_score(problem.fwd())?;
+        options.refuse_tile(U::NAME)
     }
 
     fn plan(
@@ -140,29 +223,30 @@ impl<V: Amd> Kernel<ValidBwd, V> for ListsBwd {
         facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> std::result::Result<Choice<Self>, Refusal> {
-        let refuse = |text: String| Refusal::new(NAME, text);
+        let refuse = |text: String| Refusal::new(U::NAME, text);
         let (spec, rows, dims) = (BwdSpec::of(problem), BwdRows::of(problem), problem.fwd().dims);
-        let workspace = sum_elems(problem)
+        let workspace = sum_elems::<U>(problem)
             .and_then(|elems| BwdWorkspace::new(problem, 1, None, elems))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let stats = facts
-            .row_launch(
-                (Stage::Prepare, "cdna_lists_stats"),
-                RowKernel::SimtListsStats,
-                &spec,
-                [rows.queries, 0],
-            )
+            .row_launch((Stage::Prepare, U::STATS), RowKernel::SimtListsStats, &spec, [rows.queries, 0])
             .map_err(refuse)?;
-        let bounds = format!(
-            "__attribute__((amdgpu_flat_work_group_size({THREADS}, {THREADS}), amdgpu_waves_per_eu(1, 1)))"
-        );
+        let (waves, edge) = (U::waves(&dims), U::EDGE);
+        let threads = waves * U::WAVE_THREADS;
+        let bounds = if U::IS_WMMA {
+            crate::group_of(threads)
+        } else {
+            format!(
+                "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_waves_per_eu(1, 1)))"
+            )
+        };
         let sequences = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
-        let of_token = u64::from(problem.fwd().gqa_ratio().div_ceil(EDGE));
+        let of_token = u64::from(problem.fwd().gqa_ratio().div_ceil(edge));
         let range = range(problem, facts.device.num_compute_units);
         let tokens = sequences.saturating_mul(u64::from(dims.seqlen_q)).saturating_mul(of_token);
         let ranges = sequences.saturating_mul(u64::from(dims.seqlen_k).div_ceil(range));
-        let finished = (rows.keys + rows.sinks).div_ceil(u64::from(rows::NUM_THREADS / 64));
-        let most = u64::from(u32::MAX / THREADS);
+        let finished = (rows.keys + rows.sinks).div_ceil(u64::from(rows::NUM_THREADS / U::WAVE_THREADS));
+        let most = u64::from(u32::MAX / threads);
         let groups = tokens.max(ranges).max(finished);
         if groups > most {
             return Err(refuse(format!(
@@ -170,26 +254,27 @@ impl<V: Amd> Kernel<ValidBwd, V> for ListsBwd {
             )));
         }
         let on = |stage, kernel, call: &str, groups| -> Launch {
-            launch(stage, kernel, source(&spec, call, &bounds), groups, THREADS)
+            launch(stage, kernel, source::<U>(&spec, call, &bounds), groups, threads)
         };
-        let main = on(Stage::Main, NAME, "dq<kSpec>", tokens);
-        let keys = on(Stage::Gradients, "cdna_lists_keys", &format!("keys<kSpec, {range}>"), ranges);
+        let class = U::CLASS;
+        let main = on(Stage::Main, U::NAME, &format!("dq<kSpec, {class}>"), tokens);
+        let keys = on(Stage::Gradients, U::KEYS, &format!("keys<kSpec, {class}, {range}>"), ranges);
         let finish = launch(
             Stage::Gradients,
-            "cdna_lists_finish",
-            source(&spec, "finish<kSpec>", &crate::group_of(rows::NUM_THREADS)),
+            U::FINISH,
+            source::<U>(&spec, &format!("finish<kSpec, {class}>"), &crate::group_of(rows::NUM_THREADS)),
             finished,
             rows::NUM_THREADS,
         );
         Ok(Choice {
-            kernel: Self { workspace },
+            kernel: Self { workspace, unit: PhantomData },
             launches: Launches::new([stats], main, [keys, finish]),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
             promises: deterministic_rows(),
             details: vec![
                 (
                     "tile",
-                    format!("{EDGE} heads of a token x {EDGE} entries, columns shared by {WAVES} waves"),
+                    format!("{edge} heads of a token x {ENTRIES} entries, columns shared by {waves} waves"),
                 ),
                 (
                     "sums",
@@ -227,11 +312,11 @@ impl<V: Amd> Kernel<ValidBwd, V> for ListsBwd {
     }
 }
 
-/// `fmha/cdna/bwd/lists_tile.h`: the types that this file shares with the device.
+/// `fmha/amd/lists_bwd_tile.h`: the types that this file shares with the device.
 pub(crate) fn tile_header() -> Header {
     let definitions = [ListsBwdParams::c_definition()];
     Header::shared(
-        "fmha/cdna/bwd/lists_tile.h",
+        "fmha/amd/lists_bwd_tile.h",
         "fmha::cdna",
         &["fmha/lists.h", "fmha/params.h"],
         &definitions,

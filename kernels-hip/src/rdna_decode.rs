@@ -12,8 +12,8 @@ use crate::RDNA;
 use crate::cdna_decode::CdnaDecodeParams;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Cut, MOST_SHARES, Parts, Room, cache_details, entry_argument, entry_params, leaves_to_forward,
-    row_blocks, shares_rows, strides_are_dwords, takes, walked,
+    Cut, Keys, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
+    strides_are_dwords, takes, walked,
 };
 use crate::device::{Device, needs_wmma, refuse};
 use crate::forward::{CdnaSpec, OutputKind};
@@ -65,8 +65,6 @@ pub(crate) struct RdnaDecode {
     stored: DType,
     tile: RdnaTile,
     parts: Parts,
-    /// Whether keys are those that a list of each token names.
-    listed: bool,
 }
 
 fn spec(problem: &FwdProblem) -> CdnaSpec {
@@ -152,7 +150,7 @@ impl Split for RdnaDecode {
             split: true,
         };
         let parts = Parts::of(NAME, &walked, device.arch, block_rows, (cut, spec.head_dim_v), options)?;
-        Ok(Self { spec, stored: problem.stored_k(), tile, parts, listed: problem.lists.is_some() })
+        Ok(Self { spec, stored: problem.stored_k(), tile, parts })
     }
 
     fn tile(&self) -> RdnaDecodeTile {
@@ -166,16 +164,17 @@ impl Split for RdnaDecode {
 
     fn source(&self) -> KernelSource {
         let threads = self.num_threads();
-        let suffix = if self.listed { "_listed" } else { "" };
+        let keys = self.parts.keys;
+        let call = match keys {
+            Keys::Sequence => "run<kSpec, kTile, kStored>".to_owned(),
+            Keys::Lists | Keys::TwoCaches => format!("run_listed<kSpec, kTile, kStored, {}>", keys.places()),
+        };
         let entry = Entry {
             include: HEADER,
             constants: &[("kSpec", &self.spec), ("kTile", &self.tile), ("kStored", &self.stored)],
             bounds: &crate::group_of(threads),
-            params: entry_params(self.listed),
-            call: &format!(
-                "rdna::decode::run{suffix}<kSpec, kTile, kStored>({});",
-                entry_argument(self.listed)
-            ),
+            params: keys.entry_params(),
+            call: &format!("rdna::decode::{call}({});", keys.entry_argument()),
         };
         crate::source(&entry, RDNA)
     }

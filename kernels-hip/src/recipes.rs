@@ -1,8 +1,9 @@
 //! All kernels with their checks and launches (recipes), best first. A recipe's code is in the folder of its name,
 //! its device text under `fmha/`.
 
+use fmha_core::sparse::ValidChoose;
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{Combine, Recipe, Simt, SimtBwd};
+use fmha_gpu::{Choose, Combine, NoIndexer, Recipe, Simt, SimtBwd, SimtIndexer};
 
 use crate::backward::recipe::Products;
 use crate::cdna::Cdna;
@@ -11,7 +12,8 @@ use crate::cdna_decode::CdnaDecode;
 use crate::decode::recipe::Decode;
 use crate::device::Amd;
 use crate::forward::recipe::Forward;
-use crate::lists_bwd::ListsBwd;
+use crate::index::{MatrixIndex, MfmaIndex, WmmaIndex};
+use crate::lists_bwd::{ListsBwd, MfmaLists, WmmaLists};
 use crate::rdna::Rdna;
 use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
@@ -37,7 +39,8 @@ pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
     vec![
         Recipe::of::<Products<Mfma>>(),
         Recipe::of::<Products<Wmma>>(),
-        Recipe::of::<ListsBwd>(),
+        Recipe::of::<ListsBwd<MfmaLists>>(),
+        Recipe::of::<ListsBwd<WmmaLists>>(),
         Recipe::of::<SimtBwd>(),
     ]
 }
@@ -46,4 +49,15 @@ pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
 #[must_use]
 pub fn combine<V: Amd>() -> Vec<Recipe<ValidCombine, V>> {
     vec![Recipe::of::<Combine>()]
+}
+
+/// Recipes of the choice of keys: for each kernel what it supports, and its launches.
+#[must_use]
+pub fn choose<V: Amd>() -> Vec<Recipe<ValidChoose, V>> {
+    vec![
+        Recipe::of::<Choose<MatrixIndex<MfmaIndex>>>(),
+        Recipe::of::<Choose<MatrixIndex<WmmaIndex>>>(),
+        Recipe::of::<Choose<NoIndexer>>(),
+        Recipe::of::<Choose<SimtIndexer>>(),
+    ]
 }

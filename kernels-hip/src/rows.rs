@@ -46,7 +46,6 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             fmha_core::cache_update::header(),
             fmha_core::choose_params::header(),
             fmha_core::quantize_params::header(),
-            fmha_core::second::header(),
             fmha_core::scale_params::header(),
             fmha_core::value_params::header(),
             fmha_core::small_outputs::header(),

@@ -870,12 +870,12 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         in_test: Cases { filter: "^lists/rows/b(656/(one/h4|appended/new1/list)|584/one/h7)$", deal: 1 },
-        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table|appended/new./list)", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
         ..lists_on("cdna_decode", "gfx942")
     },
     Row {
         in_test: NONE,
-        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table|appended/new./list)", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
         ..lists_on("cdna_decode", "gfx950")
     },
     Row { in_test: NONE, in_all: Cases { filter: "^lists/rows/", deal: 1 }, kernel: Some("simt"), ..AMPERE },
@@ -917,10 +917,30 @@ pub(crate) const ROWS: &[Row] = &[
     // Gradients over AMD's lists: repeated keys, latent rows.
     Row {
         in_test: Cases { filter: "^lists/(unordered/bf16/d576|backward/bf16/repeated$)", deal: 1 },
-        ..gradients_of_lists_on("gfx942")
+        ..gradients_of_lists_on("cdna_lists", "gfx942")
     },
-    gradients_of_lists_on("gfx90a"),
-    gradients_of_lists_on("gfx950"),
+    gradients_of_lists_on("cdna_lists", "gfx90a"),
+    gradients_of_lists_on("cdna_lists", "gfx950"),
+    Row {
+        in_test: Cases { filter: "^lists/backward/bf16/repeated$", deal: 1 },
+        ..gradients_of_lists_on("rdna_lists", "gfx1100")
+    },
+    Row {
+        in_test: Cases { filter: "^lists/unordered/bf16/packed$", deal: 1 },
+        ..gradients_of_lists_on("rdna_lists", "gfx1201")
+    },
+    // Two caches on AMD: a band and a list, parts with keys of both, latent rows.
+    Row {
+        in_test: Cases { filter: "^lists/two/bf16/(band/b:15,0/list|latent/d512/list)$", deal: 1 },
+        ..two_caches_on("cdna_decode", "gfx942")
+    },
+    two_caches_on("cdna_decode", "gfx90a"),
+    two_caches_on("cdna_decode", "gfx950"),
+    two_caches_on("rdna_decode", "gfx1100"),
+    Row {
+        in_test: Cases { filter: "^lists/two/bf16/pages/list$", deal: 1 },
+        ..two_caches_on("rdna_decode", "gfx1201")
+    },
     // Latent rows gathered for wgmma: V in K's rows and apart, blocks of which keys are absent, parts.
     Row {
         kernel: Some("sm90_mla"),
@@ -1134,10 +1154,16 @@ const fn lists_on(kernel: &'static str, arch: &'static str) -> Row {
     Row { kernel: Some(kernel), in_all: Cases { filter: FORWARD_LISTS, deal: 1 }, ..amd(arch, NONE) }
 }
 
-/// Lists of keys on CDNA, backward: whole in `--all`.
-const fn gradients_of_lists_on(arch: &'static str) -> Row {
+/// Lists of keys on AMD, backward: whole in `--all`.
+const fn gradients_of_lists_on(kernel: &'static str, arch: &'static str) -> Row {
     let in_all = Cases { filter: "^lists/(unordered|backward)/b?f16/", deal: 1 };
-    Row { kernel: Some("cdna_lists"), in_all, ..amd(arch, NONE) }
+    Row { kernel: Some(kernel), in_all, ..amd(arch, NONE) }
+}
+
+/// Two caches in one softmax on AMD: whole in `--all`.
+const fn two_caches_on(kernel: &'static str, arch: &'static str) -> Row {
+    let in_all = Cases { filter: "^lists/two/b?f16/", deal: 1 };
+    Row { kernel: Some(kernel), in_all, ..amd(arch, NONE) }
 }
 
 const fn quick(kernel: &'static str, case: &'static str, of: Row) -> Row {

@@ -33,7 +33,7 @@ pub(crate) fn code_object(device: &Device, problem: &ValidFwd, options: &PlanOpt
 pub(crate) fn products(device: &Device, problem: &ValidBwd, options: &PlanOptions) -> Vec<(String, Vec<u8>)> {
     let compiler = device.precompiler().unwrap();
     let jobs = compiler.jobs(AnyProblem::Backward(problem), options).unwrap();
-    let is_of_products = |entry: &str| ["kTile", "bwd::lists::"].iter().any(|word| entry.contains(word));
+    let is_of_products = |entry: &str| ["kTile", "bwd::lists"].iter().any(|word| entry.contains(word));
     let products = jobs.iter().filter(|job| is_of_products(&job.source.entry));
     products.map(|job| (job.kernel.to_string(), compiler.precompile(job).unwrap().machine.clone())).collect()
 }

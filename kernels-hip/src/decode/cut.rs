@@ -94,7 +94,7 @@ fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, sh
     if options.batch_invariant {
         return Some("batch_invariant has parts of a fixed number of keys".to_owned());
     }
-    if problem.lists.is_some() {
+    if problem.walks_lists() {
         return Some("lists of keys have parts of a fixed number of entries".to_owned());
     }
     if dims.batch > MOST_SCANNED {

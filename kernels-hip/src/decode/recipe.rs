@@ -4,6 +4,7 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields, knob_values};
 use fmha_core::lists::list_params;
+use fmha_core::second::two_caches_params;
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, FwdArgs, FwdProblem, PlanOptions, Promises, Refusal, Result, ValidFwd, Workspace};
@@ -11,7 +12,7 @@ use fmha_gpu::{
     About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows, update,
 };
 
-use crate::cdna_decode::{CdnaDecodeParams, ListDecodeParams};
+use crate::cdna_decode::{CdnaDecodeParams, ListDecodeParams, TwoDecodeParams};
 use crate::decode::{Parts, merge_threads};
 use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::paths::LoadPath;
@@ -81,7 +82,14 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<K::Tile>(K::NAME, const { &[K::HEADER] });
-        About { tiles: Some(tiles), takes_lists: true, reads_cache_rows: !K::IS_RDNA, ..About::new(K::NAME) }
+        About {
+            tiles: Some(tiles),
+            takes_lists: true,
+            takes_second: true,
+            reads_masks: true,
+            reads_cache_rows: !K::IS_RDNA,
+            ..About::new(K::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -127,7 +135,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
             promises: Promises {
                 batch_invariant: options.batch_invariant,
                 // No pair of calls over lists is tried.
-                row_invariant: parts.row_invariant && problem.lists.is_none(),
+                row_invariant: parts.row_invariant && !problem.walks_lists(),
                 ..deterministic_rows()
             },
             details: kernel.details(problem),
@@ -144,6 +152,10 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
             // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q => problem.cache.rotary.is_none(),
             Operand::K | Operand::V => has_keys && !reads_bytes,
+            Operand::SecondK | Operand::SecondV => {
+                let has_keys = problem.second.is_some_and(|second| second.alone(problem).shape_k().seq > 0);
+                has_keys && !reads_bytes
+            }
             _ => false,
         };
         if matters && self.0.load() != LoadPath::Element { DWORD } else { 1 }
@@ -166,11 +178,14 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         // SAFETY: the caller keeps the contract of `launch`; the workspace is as large as the plan said.
         let fwd = unsafe { update::run(steps, call, workspace_of_parts(&self.0))? };
         let decode = self.0.params(call.problem, call.args, &fwd);
+        let mut two =
+            two_caches_params(call.problem, call.args).map(|caches| TwoDecodeParams { decode, caches });
         let mut params = ListDecodeParams { decode, lists: list_params(call.problem, &call.args.seq) };
+        let argument = two.as_mut().map_or((&raw mut params).cast(), |two| (&raw mut *two).cast());
         for step in [steps.at(Stage::Main), steps.at(Stage::Merge)].into_iter().flatten() {
-            // SAFETY: both kernels take one ListDecodeParams, or the CdnaDecodeParams at its start; core saw that
-            // its memory covers the problem, and the workspace is as large as the plan says.
-            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+            // SAFETY: both kernels take one TwoDecodeParams, or one ListDecodeParams, or the CdnaDecodeParams at its
+            // start; core saw that its memory covers the problem, and the workspace is as large as the plan says.
+            unsafe { step.launch(&mut [argument], call.stream)? };
         }
         Ok(())
     }

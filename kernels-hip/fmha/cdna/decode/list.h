@@ -32,7 +32,8 @@ FMHA_DEVICE int32_t places_of(const TokenList& list) {
 
 // Work item `at` of the launch, with at most `rows` heads. Neighbours have other
 // heads of the same token. Returns false if the token or the part does not exist.
-template <int rows>
+// `Places`: ListPlaces, or TwoPlaces.
+template <int rows, class Places>
 FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) {
   const FwdParams& p = params.call.fwd;
   const int32_t rest = at / params.row_blocks, number = rest % params.num_parts, head_of_token = rest / params.num_parts;
@@ -46,7 +47,7 @@ FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) 
   job.num_rows = (i + 1) * p.gqa_ratio;
   job.queries = {i, i + 1};
   job.nameable = job.span.seqlen_k;
-  job.span.seqlen_k = places_of(list_of(p, job));
+  job.span.seqlen_k = Places::count(p, job.span, i, job.i_head_kv);
   // The merge reads a part of each token even if its list is empty.
   const int64_t begin = int64_t(number) * params.part_keys;
   if (number > 0 && begin >= job.span.seqlen_k) return false;
@@ -57,13 +58,18 @@ FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) 
 }
 
 // Places of a list, one tile after another, as SequencePlaces has those of a sequence.
-class ListPlaces {
+class ListPlaces : public OneCache {
   int32_t entry_;    // as the list has it, of the lane's place in the tile after the next
   KeyPlaces next_;   // of its place in the next tile; the key is negative where there is none
   KvRow row_;        // that the lane has had last
   uint32_t shown_;   // a bit for each place of the tile that `row` was asked for: whether it names a key
 
  public:
+  // Places of a token; `span` is that of the call.
+  static FMHA_DEVICE int32_t count(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head_kv) {
+    return places_of(list_of(p, span, i, i_head_kv));
+  }
+
   template <class Tiles>
   FMHA_DEVICE ListPlaces(const FwdParams& p, const Job& job, const Tiles& tiles, int lane) {
     // A list that is walked has keys to name, so that row 0 exists.

@@ -4,6 +4,7 @@
 // columns in each lane; eight keys of a column make an operand, put together by byte permutes. Column n of lane m's
 // run is then column m of the n-th block of O: the blocks interleave, and a lane ends with adjacent columns of O.
 #pragma once
+#include <fmha/amd/load_words.h>
 #include <fmha/cache_rows.h>
 #include <fmha/cdna/decode/config.h>
 #include <fmha/isa/num.h>
@@ -11,22 +12,6 @@
 #include <fmha/num.h>
 
 namespace fmha::cdna::decode {
-
-// Words of 4 bytes whose address is only known to be a multiple of 4.
-template <int words>
-using Words __attribute__((aligned(4))) = Vec<uint32_t, words>;
-
-template <class T>
-FMHA_DEVICE T load_global(const uint8_t* from) {
-  return *(const T FMHA_GLOBAL*)(const FMHA_GLOBAL uint8_t*)from;
-}
-
-// An element of 1 or 2 bytes.
-template <int bytes>
-FMHA_DEVICE uint32_t load_code(const uint8_t* from) {
-  if constexpr (bytes == 1) return load_global<uint8_t>(from);
-  return load_global<uint16_t>(from);
-}
 
 // Elements from `first` on of a row, `words` words of them; elements beyond the
 // row's end are 0. `ends_early`: the row is shorter than its padded length.
@@ -44,7 +29,7 @@ FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, i
     sched_barrier();
     return chunk;
   } else {
-    const Vec<uint32_t, words> chunk = load_global<Words<words>>(row + (!ends_early || first < dim ? first : 0) * bytes);
+    const Vec<uint32_t, words> chunk = load_global<OnDwords<words>>(row + (!ends_early || first < dim ? first : 0) * bytes);
     if constexpr (!ends_early) return chunk;
     // Rows are whole chunks; for a chunk beyond the row, the row's first chunk was read instead and is masked
     // to 0. The mask is opaque: compiler-made selects for a row's chunks would fill the scalar registers.
@@ -97,15 +82,16 @@ struct KTile {
   Vec<uint32_t, words> chunks[loads];
 
   // Loads the columns from step `latent_steps` on; earlier columns are loaded with V.
+  template <class Places>
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
-    const View& k = params.call.fwd.k;
+    const FwdParams& p = params.call.fwd;
     const uint8_t* row;
     if constexpr (spec.row_bytes > 0) {
         // The columns after V's are the bf16 elements.
         using Format = RowFormat<spec.row_bytes>;
-        row = bytes_of_row<spec.row_bytes>(k, params.call.fwd.page_size, at).row + Format::rotary - 2 * Format::values;
+        row = Places::template bytes_of<spec.row_bytes>(p, at).row + Format::rotary - 2 * Format::values;
     } else {
-        row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;
+        row = static_cast<const uint8_t*>(p.k.data) + Places::template offset<false, C::stored_bytes>(p, at, job.i_head_kv);
     }
     const int half = lane_half(), i_wave = column_wave<spec>();
 #pragma unroll
@@ -136,19 +122,20 @@ struct VTile {
   int scale = 0;  // of rows of bytes: the scales of the wave's columns, of the key that the lane's number is
 
   // `at`: of the key that the lane's number is, in both halves of the wave.
+  template <class Places>
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& v = params.call.fwd.v;
     int64_t offset;
     if constexpr (spec.row_bytes > 0) {
       static_assert(spec.v_in_k && spec.listed && C::columns == 4, "rows of bytes are latent, and a list's");
-      const BytesOfRow own = bytes_of_row<spec.row_bytes>(params.call.fwd.k, params.call.fwd.page_size, at);
+      const BytesOfRow own = Places::template bytes_of<spec.row_bytes>(params.call.fwd, at);
       const int i_wave = column_wave<spec>();
       // A wave's columns have one scale in f32, or two in E8M0.
       if constexpr (Format::in_page_tail) scale = int(load_code<2>(own.scales + 2 * i_wave));
       else scale = int(load_global<uint32_t>(own.scales + 4 * i_wave));
       offset = own.row - static_cast<const uint8_t*>(v.data);
     } else {
-      offset = row_offset(v, at, job.i_head_kv) * C::stored_bytes;
+      offset = Places::template offset<true, C::stored_bytes>(params.call.fwd, at, job.i_head_kv);
     }
     const float low = float_of(uint32_t(offset)), high = float_of(uint32_t(offset >> 32));  // bits
     const int half = lane_half(), first = column_wave<spec>() * C::wave_columns + lane_col() * C::columns;
@@ -239,7 +226,7 @@ struct VTile {
   static FMHA_DEVICE void load_bytes(uint32_t (&to)[C::v_words], const uint8_t* row, int32_t column) {
     if constexpr (Format::in_page_tail) {
       const int32_t wide = Format::rotary + 2 * (column - Format::values);
-      const auto words = load_global<Words<2>>(row + (column < Format::values ? column : wide));
+      const auto words = load_global<OnDwords<2>>(row + (column < Format::values ? column : wide));
       to[0] = words[0];
       to[1] = words[1];
     } else {
@@ -266,7 +253,7 @@ struct VTile {
       if constexpr (C::v_bytes == 2) to[0] = load_code<2>(from);
       if constexpr (C::v_bytes == 4) to[0] = load_global<uint32_t>(from);
       if constexpr (C::v_bytes > 4) {
-        const auto words = load_global<Words<C::v_words>>(from);
+        const auto words = load_global<OnDwords<C::v_words>>(from);
 #pragma unroll
         for (int w = 0; w < C::v_words; ++w) to[w] = words[w];
       }

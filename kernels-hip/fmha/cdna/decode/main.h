@@ -10,6 +10,7 @@
 #include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/load.h>
 #include <fmha/cdna/decode/pieces.h>
+#include <fmha/cdna/decode/two_caches.h>
 #include <fmha/cdna/nonfinite.h>
 #include <fmha/cdna/score.h>
 #include <fmha/cdna/tile_step.h>
@@ -239,6 +240,11 @@ struct Wave {
 // Parameters are read again for each work item: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
+// Where the keys of a kernel come from.
+template <CdnaDecodeSpec spec>
+using PlacesOf = typename Choose<spec.two_caches, TwoPlaces,
+                                 typename Choose<spec.listed, ListPlaces, SequencePlaces>::type>::type;
+
 // `columns`: how waves that share columns exchange sums (columns.h).
 template <CdnaDecodeSpec spec, class Columns>
 FMHA_DEVICE void compute(const Job& job, Columns columns) {
@@ -252,12 +258,13 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
     wave.load_q(again());
     KTile<spec> k;
     VTile<spec> v;
-    typename Choose<spec.listed, ListPlaces, SequencePlaces>::type places(again().call.fwd, job, tiles, lane_col());
+    using Places = PlacesOf<spec>;
+    Places places(again().call.fwd, job, tiles, lane_col());
     places.find(again().call.fwd, job, tiles, 0, lane_col());
     KvRow at = places.row(again().call.fwd, job);
-    k.issue(again(), job, at);
+    k.template issue<Places>(again(), job, at);
     places.find(again().call.fwd, job, tiles, 1, lane_col());
-    v.issue(again(), job, at);
+    v.template issue<Places>(again(), job, at);
 #pragma nounroll
     for (int32_t n = 0; n < tiles.count; ++n) {
       const int32_t first_key = tiles.first_key(n);
@@ -271,7 +278,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       // know how many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n)
       // before K(n).
       at = places.row(again().call.fwd, job);
-      k.issue(again(), job, at);
+      k.template issue<Places>(again(), job, at);
       places.find(again().call.fwd, job, tiles, n + 2, lane_col());
       sched_barrier();
       columns.add_others(s);
@@ -282,7 +289,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       if (spec.listed && is_partly_masked) v.keep(shown);
       zeroed |= wave.add_values(v, probabilities, is_partly_masked && !spec.listed);
       sched_barrier();
-      v.issue(again(), job, at);
+      v.template issue<Places>(again(), job, at);
     }
   }
   wave.store(again());
@@ -312,7 +319,7 @@ template <CdnaDecodeSpec spec, class Compute>
 FMHA_DEVICE void walk(const CdnaDecodeParams& params, int32_t at, bool leaves, Job& job, Compute compute) {
   if constexpr (!spec.listed) {
     walk_piece<kEdge>(params, at, leaves, job, compute);
-  } else if (list_job<kEdge>(params, at, job)) {
+  } else if (list_job<kEdge, PlacesOf<spec>>(params, at, job)) {
     compute();
   }
 }

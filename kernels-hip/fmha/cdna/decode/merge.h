@@ -6,6 +6,7 @@
 #pragma once
 #include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/pieces.h>
+#include <fmha/cdna/decode/two_caches.h>
 #include <fmha/exp_sum.h>
 #include <fmha/isa/sync.h>
 #include <fmha/num.h>
@@ -51,9 +52,11 @@ struct ListEnd {
   }
 };
 
-// `row_elems`: elements of a part's row in the workspace. `listed`: the parts are those of tokens' lists.
-template <int row_elems, bool listed>
+// `row_elems`: elements of a part's row in the workspace. `Places`: where keys come from; with SequencePlaces the parts
+// are those of sequences, otherwise of tokens.
+template <int row_elems, class Places>
 FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
+  constexpr bool listed = !__is_same(Places, SequencePlaces);
   constexpr int columns = ceil_div(row_elems, kWaveSize);  // of a lane
   __shared__ float of_waves[kMergeWaves][row_elems];
   const FwdParams& p = params.call.fwd;
@@ -61,7 +64,7 @@ FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   const int32_t i_head = batch_head % p.num_heads_q;
   SeqSpan span = span_of(p, batch_head / p.num_heads_q);
   if (i >= span.seqlen_q) return;
-  if constexpr (listed) span.seqlen_k = places_of(list_of(p, span, i, i_head / p.gqa_ratio));
+  if constexpr (listed) span.seqlen_k = Places::count(p, span, i, i_head / p.gqa_ratio);
   const PartsOfRow of_row = PartsOfRow::of(params, span);
   const int32_t num_parts = of_row.count;
   const int64_t first = row_of_part(p, of_row.first, i_head, i), rows = row_of_part(p, of_row.step, 0, 0);

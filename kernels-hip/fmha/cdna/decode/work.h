@@ -1,5 +1,6 @@
 // Pieces of work of a decode kernel, for any tile: rows of a group, a part of their sequence's keys, where keys lie.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/cdna/decode/tile.h>
 #include <fmha/cdna/span.h>
 #include <fmha/mask.h>
@@ -69,8 +70,22 @@ struct KeyPlaces {
   }
 };
 
+// Where rows of one cache lie: bytes from the first element of K, or V, to a row's.
+struct OneCache {
+  template <bool of_v, int bytes>
+  static FMHA_DEVICE int64_t offset(const FwdParams& p, KvRow at, int32_t i_head_kv) {
+    return row_offset(of_v ? p.v : p.k, at, i_head_kv) * bytes;
+  }
+
+  // A row of a cache of rows of bytes.
+  template <int bytes>
+  static FMHA_DEVICE BytesOfRow bytes_of(const FwdParams& p, KvRow at) {
+    return bytes_of_row<bytes>(p.k, p.page_size, at);
+  }
+};
+
 // Places of keys, one tile after another. `lane`: the lane's key within a tile.
-class SequencePlaces {
+class SequencePlaces : public OneCache {
   KeyPlaces places_;
 
  public:

@@ -9,6 +9,7 @@
 #pragma once
 #include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/pieces.h>
+#include <fmha/cdna/decode/two_caches.h>
 #include <fmha/rdna/decode/load.h>
 #include <fmha/rdna/tile_step.h>
 #include <fmha/isa/sync.h>
@@ -193,10 +194,10 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job
   }
 }
 
-template <CdnaSpec spec, RdnaTile tile, DType stored, bool listed, class Piece>
+template <CdnaSpec spec, RdnaTile tile, DType stored, class KeyPlaces, class Piece>
 FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
   using C = Config<spec, tile>;
-  using KeyPlaces = typename Choose<listed, cdna::decode::ListPlaces, cdna::decode::SequencePlaces>::type;
+  constexpr bool listed = !__is_same(KeyPlaces, cdna::decode::SequencePlaces);
   using OfCache = CacheRows<spec.dtype_qk, stored, tile.block_n, listed>;
   static_assert(tile.block_n <= C::num_threads, "a key of a tile to each thread");
   constexpr int bytes = size_bytes(stored);
@@ -218,8 +219,8 @@ FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
       const uint32_t shown = places.shown();
       if (at >= tile.block_n) return;
       const bool is_there = !listed || (shown >> at & 1);
-      lds.k_places.put(at, is_there ? row_offset(p.k, row, job.i_head_kv) * bytes : kNoRow);
-      lds.v_places.put(at, is_there ? row_offset(p.v, row, job.i_head_kv) * bytes : kNoRow);
+      lds.k_places.put(at, is_there ? KeyPlaces::template offset<false, bytes>(p, row, job.i_head_kv) : kNoRow);
+      lds.v_places.put(at, is_there ? KeyPlaces::template offset<true, bytes>(p, row, job.i_head_kv) : kNoRow);
       if (listed && at == 0) lds.shown = shown | ~bits_below(tile.block_n);
     };
     places.find(again().call.fwd, job, tiles, 0, opaque_thread_idx());
@@ -281,12 +282,13 @@ FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   job.has_tree = params.tree_mask != nullptr;
   const bool is_first_wave = v_readfirstlane_b32(thread_idx() / kWaveSize) == 0;
   cdna::decode::walk_piece<tile.block_m>(params, workgroup_idx(), is_first_wave, job, [&]() __attribute__((always_inline)) {
-    compute<spec, tile, stored, false>(job, lds);
+    compute<spec, tile, stored, cdna::decode::SequencePlaces>(job, lds);
     s_barrier();  // all waves know whether any has zeroed values, before they say so of the next keys
   });
 }
 
-template <CdnaSpec spec, RdnaTile tile, DType stored>
+// `KeyPlaces`: those of lists, or of two caches.
+template <CdnaSpec spec, RdnaTile tile, DType stored, class KeyPlaces>
 FMHA_DEVICE void run_listed(const CdnaDecodeParams& params) {
   __shared__ Lds<spec, tile> lds;
   ListJob job;
@@ -294,7 +296,9 @@ FMHA_DEVICE void run_listed(const CdnaDecodeParams& params) {
   job.scale_keys = params.scale_keys;
   job.has_tree = false;
   job.shown = ~0u;
-  if (cdna::decode::list_job<tile.block_m>(params, workgroup_idx(), job)) compute<spec, tile, stored, true>(job, lds);
+  if (cdna::decode::list_job<tile.block_m, KeyPlaces>(params, workgroup_idx(), job)) {
+    compute<spec, tile, stored, KeyPlaces>(job, lds);
+  }
 }
 
 }  // namespace fmha::rdna::decode
