@@ -415,7 +415,14 @@ fn what_is_captured_is_checked_by_name() {
         base().mask_code(code("ids: bool[_]; ids[k]")).captured(vec![CapturedTensor::dense("ids", &[16])]);
     let ids = device.plan_fwd(&ids.validate().unwrap(), &PlanOptions::default()).unwrap();
     let of_ids = "captured ids has elements of";
-    let cases = cases.into_iter().map(|case| (&plan, case)).chain([(&ids, (&right[..], &[][..], of_ids))]);
+    // Slopes of a score that is computed as ALiBi have the caller's name too.
+    let alibi = base()
+        .score_code(code("slopes: f32[_]; s + slopes[h] * (k - q)"))
+        .captured(vec![CapturedTensor::dense("slopes", &[4])]);
+    let alibi = device.plan_fwd(&alibi.validate().unwrap(), &PlanOptions::default()).unwrap();
+    assert!(words(alibi.details()).contains("ALiBi by slopes"), "{}", words(alibi.details()));
+    let more = [(&ids, (&right[..], &[][..], of_ids)), (&alibi, (&few[..], &[][..], "captured has 12 bytes"))];
+    let cases = cases.into_iter().map(|case| (&plan, case)).chain(more);
     for (plan, (captured, numbers, error)) in cases {
         let mut o = vec![0f32; fwd.shape_o().num_elems() as usize];
         let [q, k, v] = [&q, &k, &v].map(|x| DevSlice::host(x));

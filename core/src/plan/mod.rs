@@ -23,7 +23,7 @@ use crate::bwd::ValidBwd;
 use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
-use crate::error::{ProblemError, Refusal, Result, ensure};
+use crate::error::{Error, ProblemError, Refusal, Result, ensure};
 use crate::expr::{CaptureKind, Function, Number};
 use crate::layout::{KvLayout, QLayout, Totals};
 use crate::lengths::{check_lengths, read_host};
@@ -142,6 +142,16 @@ fn with_slopes<'a>(given: &ScoreArgs<'a>, at: usize, rest: usize) -> Result<Scor
     );
     let captured = if at == 0 { &given.captured[1..] } else { &given.captured[..rest] };
     Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..*given })
+}
+
+/// Names the caller's captured tensors in a mistake of the slopes that one of them holds.
+fn of_captured(error: Error) -> Error {
+    match error {
+        Error::Problem(mistake) if mistake.field == "alibi_slopes" => {
+            ProblemError::new("captured", mistake.text.replace("alibi_slopes", "captured")).into()
+        }
+        other => other,
+    }
 }
 
 /// Fills memory with zeros: on a stream, or at once in host memory.
@@ -317,7 +327,7 @@ impl<P: Problem> Plan<P> {
         let given = *score;
         *score = with_slopes(&given, at, self.computed().code().map_or(0, |code| code.captured.len()))?;
         // SAFETY: the caller keeps the contract of `checked_run`.
-        let done = unsafe { self.run_as_planned(args, stream) };
+        let done = unsafe { self.run_as_planned(args, stream) }.map_err(of_captured);
         if let Some(score) = P::score_args(args) {
             *score = given;
         }
