@@ -79,6 +79,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 lazy_rescale_log2: 8,
                 vector_store: true,
                 split_keys: 0,
+                listed: false,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
                 if !of_spec && field != "kernel" {

@@ -796,8 +796,14 @@ fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
     let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
     let (upper, band) = (wide(576, MaskKind::Upper), wide(576, MaskKind::Band));
     let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
-    let tile =
-        Sm100MlaTile { by_tma: true, box_keys: 64, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+    let tile = Sm100MlaTile {
+        by_tma: true,
+        box_keys: 64,
+        lazy_rescale_log2: 8,
+        vector_store: true,
+        split_keys: 0,
+        listed: false,
+    };
     let copied = Sm100MlaTile { by_tma: false, box_keys: 0, ..tile };
     [
         ("full", wide(576, MaskKind::Full), tile),
