@@ -80,6 +80,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 vector_store: true,
                 split_keys: 0,
                 listed: false,
+                stored: spec.dtype_qk,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
                 if !of_spec && field != "kernel" {

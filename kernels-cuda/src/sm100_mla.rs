@@ -4,12 +4,13 @@
 
 pub mod gathered;
 pub mod recipe;
+pub mod units;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Dims, FwdProblem, KvLayout, Refusal, Workspace, abi_spec};
+use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, Workspace, abi_spec};
 
 use crate::operands::stores_vectors;
 use crate::schedule::{self, TileSchedule};
@@ -61,6 +62,9 @@ abi_spec! {
         pub split_keys: i32 = Takes::multiples(128, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
         /// Whether keys come from a token's list: a tile then has heads of one token.
         pub listed: bool = Takes::nothing(),
+        /// K and V as they lie in memory: of Q's type, or over lists in FP8, which is widened on its way to shared
+        /// memory.
+        pub stored: DType = Takes::nothing(),
     }
 }
 
@@ -87,6 +91,12 @@ impl Sm100MlaTile {
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
         if !self.by_tma || self.box_keys > 0 {
             return Ok(());
+        }
+        if self.stored.is_fp8() {
+            return Err(format!(
+                "tile by_tma=1: a cache of {} is widened on its way, which TMA does not",
+                self.stored
+            ));
         }
         match (problem.layout.kv, gathered::of_problem(problem)) {
             (_, Err(why)) if self.listed => Err(format!("tile by_tma=1: {why}")),
@@ -164,7 +174,7 @@ fn units(problem: &FwdProblem) -> (u64, u64) {
 /// or 0 where rows of K or V make no matrix.
 fn box_keys(problem: &FwdProblem) -> i32 {
     if problem.walks_lists() {
-        return gathered::of_problem(problem).is_ok().into();
+        return (problem.cache.dtype.is_none() && gathered::of_problem(problem).is_ok()).into();
     }
     let rows = problem.layout.kv.page_size().unwrap_or(BOX_KEYS);
     [BOX_KEYS, 32, 16, 8].into_iter().find(|keys| rows.is_multiple_of(*keys)).unwrap_or(0).cast_signed()
@@ -176,8 +186,22 @@ fn box_keys(problem: &FwdProblem) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let Dims { head_dim_qk, head_dim_v, .. } = problem.dims;
     if let Some(cache) = problem.cache.dtype {
-        return refuse(format!("dtype_cache {cache} beside {}: 16 bits are read", problem.dtypes.qk));
+        if !problem.walks_lists() {
+            return refuse(format!("dtype_cache {cache} beside {}: 16 bits are read", problem.dtypes.qk));
+        }
+        if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+            return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+        }
+        if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
+            return refuse(format!(
+                "dtype_cache {cache} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole \
+                 copies of 16"
+            ));
+        }
+        // The same call over 16 bits is another kernel's.
+        sm90_mla::leave_narrow(problem).map_err(|why| Refusal::new(NAME, why))?;
     }
     if let Some(rows) = problem.cache.rows {
         return refuse(format!("cache_rows of {} bytes", rows.row_bytes()));
@@ -186,7 +210,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!("two caches of {} keys: those of one are read", problem.most_walked_keys()));
     }
     sm90_mla::takes_wide_rows(problem, NAME)?;
-    sm90_mla::takes_strides(problem, NAME, |_| 8)
+    let narrow = problem.cache.dtype.is_some();
+    sm90_mla::takes_strides(problem, NAME, |name| if name != "q" && narrow { 16 } else { 8 })
 }
 
 /// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
@@ -203,6 +228,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm100MlaTile {
         vector_store: stores_vectors(problem),
         split_keys: if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) },
         listed,
+        stored: problem.cache.dtype.unwrap_or(problem.dtypes.qk),
     }
 }
 
@@ -249,7 +275,7 @@ fn host_header() -> Header {
 
 #[cfg(test)]
 mod tests {
-    use fmha_core::{Append, Bias, CacheRows};
+    use fmha_core::{Append, Bias, CacheRows, KeyLists};
 
     use super::*;
 
@@ -326,6 +352,41 @@ mod tests {
         prefill.dims.seqlen_q = 4096;
         let schedule = choose_tile(&prefill, 148).schedule(&prefill).unwrap();
         assert_eq!((schedule.num_m_blocks, schedule.num_parts), (4096, 1));
+    }
+
+    #[test]
+    fn lists_have_tiles_of_a_token_and_are_gathered_where_rows_make_a_matrix() {
+        let listed = |tokens, heads, topk| {
+            let mut problem = latent(1, heads, 65536);
+            problem.dims.seqlen_q = tokens;
+            let lists = KeyLists::new(&problem, topk);
+            problem.lists(lists)
+        };
+        for (tokens, heads, m_blocks, parts) in [
+            (4096, 128, 4096, 1),
+            (1, 128, 1, 16),
+            (74, 16, 74, 1),
+            (10, 200, 20, 3),
+        ] {
+            let problem = listed(tokens, heads, 2048);
+            let tile = choose_tile(&problem, 148);
+            assert!(accepts(&problem).is_ok() && tile.by_tma && tile.listed && tile.box_keys == 1);
+            let schedule = tile.schedule(&problem).unwrap();
+            assert_eq!((schedule.num_m_blocks, schedule.num_parts), (m_blocks, parts), "{tokens} of {heads}");
+        }
+        let mut odd = listed(2, 16, 100);
+        odd.layout.kv = KvLayout::Paged { page_size: 64 };
+        odd.strides.k.batch += 8;
+        let tile = choose_tile(&odd, 148);
+        assert!(accepts(&odd).is_ok() && !tile.by_tma);
+        let asked = Sm100MlaTile { by_tma: true, ..tile };
+        assert!(asked.check(&odd).unwrap_err().contains("every 8 elements"));
+        let mut narrow = listed(2, 16, 100);
+        narrow.cache.dtype = Some(DType::E4m3Fn);
+        let tile = choose_tile(&narrow, 148);
+        assert!(accepts(&narrow).is_ok() && !tile.by_tma && tile.stored == DType::E4m3Fn);
+        narrow.strides.k.seq += 8;
+        assert!(accepts(&narrow).unwrap_err().to_string().contains("k.seq stride 584"));
     }
 
     #[test]

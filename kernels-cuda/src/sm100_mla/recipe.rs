@@ -14,9 +14,10 @@ use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{ALIGN, refuse_row_invariant};
 use crate::sm90_mla::MlaSchedule;
 use crate::sm90_mla::recipe::Maps;
+use crate::sm100::modelled;
 use crate::sm100::recipe::needs;
 use crate::sm100_mla::gathered::{self, GatheredRows};
-use crate::sm100_mla::{self as text, Sm100MlaTile};
+use crate::sm100_mla::{self as text, Sm100MlaTile, units};
 use crate::split::{self, RowsAtOnce, launch as parts};
 
 /// The kernel with its tile.
@@ -88,7 +89,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
             // One CTA an SM: it takes all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / text::CTAS),
         };
-        let cut = (tile.cut(), problem.dims.seqlen_q, problem.dtypes.qk);
+        let cut = (tile.cut(), problem.dims.seqlen_q, tile.stored);
         let merge = parts::merge(MERGE_NAME, problem, cut, facts);
         let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
         let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
@@ -106,7 +107,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: ScoreSums::F32,
             },
-            details: vec![
+            details: [
                 ("tile", format!("{} x {} in a pair of CTAs", text::ROWS, text::KEYS)),
                 ("order", order_words(problem)),
                 ("schedule", schedule_words(&tile, &schedule)),
@@ -114,7 +115,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
                     "tensor memory",
                     format!("{} of {} columns", tile.tmem_columns(&spec), crate::sm100::TMEM_COLUMNS),
                 ),
-            ],
+            ]
+            .into_iter()
+            .chain(modelled::details(
+                &units::forward(&spec, &tile, &facts.arch),
+                units::walk(problem, &tile, &schedule, facts),
+                units::flops(problem),
+            ))
+            .collect(),
         })
     }
 
@@ -216,6 +224,8 @@ fn schedule_words(tile: &Sm100MlaTile, schedule: &MlaSchedule) -> String {
         "TMA gathers 4 rows at a time".to_owned()
     } else if tile.by_tma {
         format!("TMA of {} keys at a time", tile.box_keys)
+    } else if tile.stored.is_fp8() {
+        format!("loads of 16 bytes, widened from {}", tile.stored)
     } else {
         "loads by copies of 16 bytes".to_owned()
     });

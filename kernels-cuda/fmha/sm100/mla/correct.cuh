@@ -123,7 +123,7 @@ struct CorrectRole {
       SeqSpan span = work.span;
       // Keys of a token's list are numbered by their places in it.
       if constexpr (are_of_token<Keys>()) span.seqlen_k = keys.list.count();
-      RecomputedRow<spec, spec.dtype_qk, Keys> again{
+      RecomputedRow<spec, tile.stored, Keys> again{
           p, span, work.head_of(p, again_row, i), i, o_batch, o_row + i, work.part_keys, keys};
       again.run();
     }

@@ -109,6 +109,7 @@ FMHA_DEVICE void fwd_lists(const FwdParams& p, const Maps& maps, const MlaSchedu
                            const GatheredRows& gathered) {
   static_assert(tile.listed && spec.mask == MaskKind::Full, "sm100_mla: lists hide keys by their places");
   static_assert(spec.bias == BiasKind::None, "sm100_mla: a place in a list is not a position");
+  static_assert(!is_fp8(tile.stored) || !tile.by_tma, "sm100_mla: threads widen what they have copied");
   Work work = resolve_token<spec, tile>(p, schedule, lists, blockIdx.x / kCtas);
   if (!work.has_rows) return;
   compute<spec, tile>(p, maps, gathered, work, keys_of_token(p, lists, work), schedule.num_m_blocks > 1);

@@ -5,9 +5,11 @@
 // whole boxes all rows are copied, each from where it lies.
 //
 // Over lists of keys TMA gathers four rows by 64 columns at once, and absent ones, whose index is outside the tensor, are
-// zeros. Where rows are none of one matrix (odd distances between pages) they are copied.
+// zeros. Where rows are none of one matrix (odd distances between pages) they are copied. Caches in FP8 are copied as they
+// are to where they will lie in 16 bits, and widened there.
 #pragma once
 #include <fmha/common/rows_of_lanes.cuh>
+#include <fmha/common/widen.cuh>
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/copy.cuh>
@@ -35,6 +37,14 @@ struct Loader {
   Slot<kStages> ring;
   // Barrier of the copies under way, which stay so while the next slot's are issued.
   Barrier* pending = nullptr;
+  // Codes of a cache in FP8 that are pending: chunks of a slot, 0 if there are none.
+  static constexpr bool widens = is_fp8(tile.stored);
+  struct Narrow {
+    const Chunk* chunks = nullptr;
+    int32_t count = 0;
+    float descale = 1.f;
+  };
+  Narrow narrow;
 
   const int32_t found_row = Rows::found_by(warp, lane);
   // Address of key `j`; null: zeros.
@@ -62,6 +72,7 @@ struct Loader {
 
   // Copies that this thread has seen complete are announced to the tensor cores of both CTAs.
   FMHA_DEVICE void announce() {
+    if constexpr (widens) widen();
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive_release_at(*pending, kLeader);
@@ -163,6 +174,49 @@ struct Loader {
     if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
     return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
   }
+  // Codes of a slot lie in its second chunk, in the rows that the warp copies: eight lanes have the 128 codes of a row, of
+  // which each widens sixteen that it has copied itself.
+  const int32_t first_row = 4 * warp + lane / 8, piece = lane % 8;
+  FMHA_DEVICE uint32_t codes_at(const Chunk* chunks, int k) const {
+    return chunks[1].address() + (first_row + k * Rows::apart) * Chunk::span_bytes + 16 * piece;
+  }
+  template <int count>
+  FMHA_DEVICE void copy_codes(const Chunk* to, int32_t column, int32_t dim, const Rows& rows, const void* any) const {
+    if (piece >= 4 * count) return;
+#pragma unroll
+    for (int k = 0; k < Rows::count; ++k) {
+      const bool there = rows.of_lane[k] != nullptr && column + 16 * piece < dim;
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(rows.of_lane[k]) + column + 16 * piece;
+      ptx::cp_async<16>(codes_at(to, k), there ? from : any, there ? 16 : 0);
+    }
+  }
+  // A row after the other: others have no registers.
+  FMHA_DEVICE void widen() {
+    const int32_t count = narrow.count;
+    narrow.count = 0;
+    const bool has_some = piece < 4 * count, second = piece >= 4;
+    const uint32_t to = narrow.chunks[second].address();
+    const int32_t rows = count > 0 ? Rows::count : 0;
+#pragma unroll 1
+    for (int32_t k = 0; k < rows; ++k) {
+      uint32_t codes[4] = {};
+      if (has_some) ptx::ld_shared_v4_b32(codes, codes_at(narrow.chunks, k));
+      // Every lane has read what is overwritten.
+      __syncwarp();
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        // Lanes of the second chunk have their last eight codes first, so that eight lanes write to all banks.
+        const bool last = (n == 1) != second;
+        const uint32_t eight[2] = {last ? codes[2] : codes[0], last ? codes[3] : codes[1]};
+        uint32_t packed[4];
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, narrow.descale, packed);
+        const int32_t column = piece % 4 * 16 + (last ? 8 : 0);
+        if (has_some)
+          ptx::st_shared_v4(to + fmha::mma::word_offset<Chunk>(first_row + k * Rows::apart, column), packed);
+      }
+    }
+  }
+
   // Where the row of a key lies, whose page the block table says; batch -1: it is absent.
   FMHA_DEVICE KvRow listed_row(int32_t key, int32_t page) const {
     if (key < 0) return {-1, 0};
@@ -190,7 +244,8 @@ struct Loader {
 #pragma unroll
       for (int k = 0; k < 4; ++k) to.indices[k] = ptx::shfl_idx(own, 16 * half + lane % 4 * 4 + k);
     } else {
-      const Row row = static_cast<Row>(view.data) + row_offset(view, found, work.i_head_kv);
+      const int64_t at = row_offset(view, found, work.i_head_kv) * size_bytes(tile.stored);
+      const Row row = reinterpret_cast<Row>(static_cast<const uint8_t*>(view.data) + at);
       to.rows = Rows::told(found.batch < 0 ? nullptr : row, lane, 16 * half);
     }
     return to;
@@ -211,6 +266,11 @@ struct Loader {
         ptx::cp_async_bulk_tensor_gather4_pair(to[chunk].address() + first_row * Chunk::span_bytes, map, barrier,
                                                column + chunk * kSpan, from.indices, hint);
       __syncwarp();
+    } else if constexpr (widens) {
+      const HeadScalars& descale = &view == &p.v ? p.descale_v : p.descale_k;
+      copy_codes<count>(to, column, dim, from.rows, view.data);
+      finish_copies(full);
+      narrow = {to, count, scalar_of(descale, work.span.i_batch, work.i_head_kv, 1.f)};
     } else {
       copy_chunks<count>(to, column, dim, from.rows, view.data);
       finish_copies(full);
