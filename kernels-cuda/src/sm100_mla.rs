@@ -275,9 +275,10 @@ fn host_header() -> Header {
 
 #[cfg(test)]
 mod tests {
-    use fmha_core::{Append, Bias, CacheRows, KeyLists};
+    use fmha_core::{Append, Bias, CacheRows, KeyLists, VLayout};
 
     use super::*;
+    use crate::sm90_mla::{DIM_QK, DIM_V};
 
     fn latent(batch: u32, heads: u32, seqlen_k: u32) -> FwdProblem {
         let dims = Dims {

@@ -1143,29 +1143,19 @@ fn blackwell_list_kernels() -> Vec<(String, KernelSource)> {
         stored: DType::Bf16,
     };
     let copied = Sm100MlaTile { by_tma: false, box_keys: 0, ..tile };
+    let fp8 = Sm100MlaTile { stored: DType::E4m3Fn, ..copied };
     let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
     let f16 = FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..paged };
     [
         ("576_pages", paged, tile),
-        (
-            "576_part_of_fp8",
-            split::part_spec(&paged),
-            Sm100MlaTile { stored: DType::E4m3Fn, split_keys: 128, ..copied },
-        ),
-        ("576", wide(576), tile),
-        ("576_part_of_pages", split::part_spec(&paged), Sm100MlaTile { split_keys: 128, ..tile }),
-        ("576_f16_softcap", FwdSpec { softcap: true, ..f16 }, Sm100MlaTile { stored: DType::F16, ..tile }),
-        ("576_exact", paged, Sm100MlaTile { lazy_rescale_log2: 0, ..tile }),
-        ("576_elements", paged, Sm100MlaTile { vector_store: false, ..tile }),
         ("512", wide(512), tile),
         ("320", FwdSpec { head_dim_v: 320, ..wide(320) }, tile),
+        ("576_part_of_pages", split::part_spec(&paged), Sm100MlaTile { split_keys: 128, ..tile }),
+        ("576_f16_softcap", FwdSpec { softcap: true, ..f16 }, Sm100MlaTile { stored: DType::F16, ..tile }),
         ("576_copied", paged, copied),
-        ("576_fp8", paged, Sm100MlaTile { stored: DType::E4m3Fn, ..copied }),
-        (
-            "576_f16_fp8_softcap",
-            FwdSpec { softcap: true, ..f16 },
-            Sm100MlaTile { stored: DType::E5m2, ..copied },
-        ),
+        ("576_fp8", paged, fp8),
+        ("576_part_of_fp8", split::part_spec(&paged), Sm100MlaTile { split_keys: 128, ..fp8 }),
+        ("576", wide(576), tile),
     ]
     .map(|(name, spec, tile)| (format!("sm100_mla_list_{name}"), sm100_mla::fwd(&spec, &tile)))
     .into()
