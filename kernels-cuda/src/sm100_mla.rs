@@ -219,7 +219,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm100MlaTile {
     let (box_keys, listed) = (box_keys(problem), problem.walks_lists());
     // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
-    let of_rows = |problem: &FwdProblem| sm90_mla::split_keys(problem, units(problem).0, KEYS, num_sms / CTAS);
+    let of_rows =
+        |problem: &FwdProblem| sm90_mla::split_keys(problem, units(problem).0, KEYS, num_sms / CTAS);
     Sm100MlaTile {
         by_tma: box_keys > 0,
         box_keys,
@@ -254,7 +255,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100MlaTile) -> KernelSource {
              const __grid_constant__ MlaSchedule schedule{last_params}"
         ),
         call: &format!(
-            "static_assert(sm100::mla::kNumThreads == {NUM_THREADS} && sizeof(sm100::mla::Smem<kSpec, kTile.listed>) <= {}, \
+            "static_assert(sm100::mla::kNumThreads == {NUM_THREADS} && \
+             sizeof(sm100::mla::Smem<kSpec, kTile.listed>) <= {}, \
              \"host and device disagree\"); sm100::mla::{call};",
             tile.smem_bytes(spec)
         ),
@@ -363,12 +365,9 @@ mod tests {
             let lists = KeyLists::new(&problem, topk);
             problem.lists(lists)
         };
-        for (tokens, heads, m_blocks, parts) in [
-            (4096, 128, 4096, 1),
-            (1, 128, 1, 16),
-            (74, 16, 74, 1),
-            (10, 200, 20, 3),
-        ] {
+        for (tokens, heads, m_blocks, parts) in
+            [(4096, 128, 4096, 1), (1, 128, 1, 16), (74, 16, 74, 1), (10, 200, 20, 3)]
+        {
             let problem = listed(tokens, heads, 2048);
             let tile = choose_tile(&problem, 148);
             assert!(accepts(&problem).is_ok() && tile.by_tma && tile.listed && tile.box_keys == 1);

@@ -103,9 +103,7 @@ pub(crate) fn of_problem(problem: &FwdProblem) -> Result<(), String> {
 ///
 /// # Errors
 /// Rows that make no matrix, or what the driver refuses.
-pub(crate) fn maps<D: EncodeTensorMap>(
-    call: &FwdCall<'_>,
-) -> fmha_core::Result<(Maps, GatheredRows)> {
+pub(crate) fn maps<D: EncodeTensorMap>(call: &FwdCall<'_>) -> fmha_core::Result<(Maps, GatheredRows)> {
     let extents = call.problem.extents(call.args.seq.totals);
     let of = |name: &'static str, address: *const u8, shape: Shape, strides: Strides| {
         let matrix = Matrix::of(name, shape, strides)
@@ -149,7 +147,8 @@ mod tests {
         }
         let odd = Matrix::of("k", shape(7, 64, 1, 576), strides(64 * 576 + 8, 576, 576)).unwrap_err();
         assert!(odd.contains("every 8 elements"), "{odd}");
-        let many = Matrix::of("k", shape(1 << 20, 1 << 20, 1, 512), strides(512 << 20, 512, 512)).unwrap_err();
+        let many =
+            Matrix::of("k", shape(1 << 20, 1 << 20, 1, 512), strides(512 << 20, 512, 512)).unwrap_err();
         assert!(many.contains("more than 2^31"), "{many}");
     }
 }

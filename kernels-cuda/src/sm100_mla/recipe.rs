@@ -211,7 +211,9 @@ fn spec_of(problem: &ValidFwd) -> FwdSpec {
 
 fn order_words(problem: &ValidFwd) -> String {
     match problem.lists {
-        Some(lists) => format!("a pair a tile, those of a token side by side, gathers {} entries", lists.topk),
+        Some(lists) => {
+            format!("a pair a tile, those of a token side by side, gathers {} entries", lists.topk)
+        }
         None => "a pair a tile, row blocks of a part side by side".to_owned(),
     }
 }

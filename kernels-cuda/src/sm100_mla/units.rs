@@ -111,8 +111,9 @@ pub(crate) fn flops(problem: &FwdProblem) -> f64 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 mod tests {
-    use fmha_core::DType;
+    use fmha_core::{DType, Dims, KeyLists};
 
     use super::*;
 
@@ -137,6 +138,31 @@ mod tests {
             let units = forward(&spec, &Sm100MlaTile { stored, ..tile }, "sm_100a");
             assert_eq!([units.tensor, units.shared, units.loads], [tensor, shared, loads], "{qk} {stored}");
             assert_eq!(units.exp, 512.0);
+        }
+    }
+
+    /// The page's times of whole lists.
+    #[test]
+    fn lists_take_the_time_of_the_page() {
+        let facts = DeviceFacts::stated("sm_100a").unwrap();
+        for (qk, micros) in [(576, "1779"), (512, "1684")] {
+            let dims = Dims {
+                batch: 1,
+                seqlen_q: 4096,
+                seqlen_k: 65536,
+                num_heads_q: 128,
+                num_heads_kv: 1,
+                head_dim_qk: qk,
+                head_dim_v: 512,
+            };
+            let problem = FwdProblem::batch(DType::Bf16, dims);
+            let lists = KeyLists::new(&problem, 2048);
+            let problem = problem.lists(lists);
+            let tile = crate::sm100_mla::choose_tile(&problem, facts.num_sms);
+            let schedule = tile.schedule(&problem).unwrap();
+            let walk = walk(&problem, &tile, &schedule, &facts).unwrap();
+            assert_eq!(format!("{:.0}", 1e6 * walk.seconds(&modelled::CONSTANTS)), micros, "{walk:?}");
+            assert_eq!(flops(&problem), 2.0 * 4096.0 * 128.0 * 2048.0 * f64::from(qk + 512));
         }
     }
 }

@@ -29,8 +29,8 @@ constexpr int kLaneThreads = 32 * kWarps;
 constexpr int kCorrectWarp = 4, kLoadWarp = 8, kIssueWarp = 12;
 constexpr int kNumThreads = 32 * (kIssueWarp + 1);
 
-// Named barriers: the maxima of both halves of a row are there; rows to be computed again are known; over lists of keys,
-// whether the last block has any.
+// Named barriers: the maxima of both halves of a row are there; rows to be computed again are known; over lists of
+// keys, whether the last block has any.
 constexpr int kMaximaTold = 1, kSuspectsTold = 2, kAbsentTold = 3;
 
 // 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element.
@@ -66,8 +66,8 @@ FMHA_DEVICE int32_t half_of_lane() { return ptx::uniform(lane_of_cta() / kRows);
 
 FMHA_DEVICE int32_t rank_in_pair() { return blockIdx.x % kCtas; }
 
-// Over lists of keys: which keys of a block are there, a bit a key. A warp of the load role has a word, of the keys that
-// its lanes find. Words of kWords blocks are kept, in turn.
+// Over lists of keys: which keys of a block are there, a bit a key. A warp of the load role has a word, of the keys
+// that its lanes find. Words of kWords blocks are kept, in turn.
 constexpr int kWords = 4;
 template <bool listed>
 struct PresentKeys {};

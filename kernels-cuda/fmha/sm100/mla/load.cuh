@@ -4,9 +4,9 @@
 // seen by no row are copied, with zeros in the place of those: memory there may hold NaN, of V too. Where pages are no
 // whole boxes all rows are copied, each from where it lies.
 //
-// Over lists of keys TMA gathers four rows by 64 columns at once, and absent ones, whose index is outside the tensor, are
-// zeros. Where rows are none of one matrix (odd distances between pages) they are copied. Caches in FP8 are copied as they
-// are to where they will lie in 16 bits, and widened there.
+// Over lists of keys TMA gathers four rows by 64 columns at once, and absent ones, whose index is outside the tensor,
+// are zeros. Where rows are none of one matrix (odd distances between pages) they are copied. Caches in FP8 are copied
+// as they are to where they will lie in 16 bits, and widened there.
 #pragma once
 #include <fmha/common/rows_of_lanes.cuh>
 #include <fmha/common/widen.cuh>
@@ -174,8 +174,8 @@ struct Loader {
     if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
     return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
   }
-  // Codes of a slot lie in its second chunk, in the rows that the warp copies: eight lanes have the 128 codes of a row, of
-  // which each widens sixteen that it has copied itself.
+  // Codes of a slot lie in its second chunk, in the rows that the warp copies: eight lanes have the 128 codes of a row,
+  // of which each widens sixteen that it has copied itself.
   const int32_t first_row = 4 * warp + lane / 8, piece = lane % 8;
   FMHA_DEVICE uint32_t codes_at(const Chunk* chunks, int k) const {
     return chunks[1].address() + (first_row + k * Rows::apart) * Chunk::span_bytes + 16 * piece;
@@ -190,7 +190,7 @@ struct Loader {
       ptx::cp_async<16>(codes_at(to, k), there ? from : any, there ? 16 : 0);
     }
   }
-  // A row after the other: others have no registers.
+  // Widens the codes that are pending, a row after the other: more rows at once would spill.
   FMHA_DEVICE void widen() {
     const int32_t count = narrow.count;
     narrow.count = 0;
@@ -229,8 +229,8 @@ struct Loader {
     }
   }
 
-  // What a lane brings of half a block's rows: by TMA four rows of one chunk, whose indices these are, else the rows
-  // that it copies.
+  // Rows that a lane brings of half a block: by TMA four rows of one chunk, whose indices these are, else the rows that
+  // it copies.
   struct Brought {
     int32_t indices[4];
     Rows rows;
@@ -301,8 +301,8 @@ struct Loader {
     if (lane == 0) ptx::st_shared_b32(ptx::shared_address(&smem.list.present[i % kWords][warp]), present);
     ptx::mbarrier_arrive_if(smem.list.told[i % kWords], lane == 0);
   }
-  // The keys of a token's list, a lane to a place of a block. What a block's rows need has been asked for a block before,
-  // and the list's entries a block before that, so that loads wait for neither.
+  // The keys of a token's list, a lane to a place of a block. What a block's rows need has been asked for a block
+  // before, and the list's entries a block before that, so that loads wait for neither.
   FMHA_DEVICE void run_listed() {
     load_q();
     const int32_t num_blocks = ptx::uniform(work.num_blocks);

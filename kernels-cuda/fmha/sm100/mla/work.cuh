@@ -1,5 +1,5 @@
-// Work of a pair of CTAs: its rows of a sequence and kv head, and its keys. Over lists of keys its rows are heads of one
-// token, and a key is a place in the token's list.
+// Work of a pair of CTAs: its rows of a sequence and kv head, and its keys. Over lists of keys its rows are heads of
+// one token, and a key is a place in the token's list.
 #pragma once
 #include <fmha/common/part_keys.cuh>
 #include <fmha/common/token_keys.cuh>
