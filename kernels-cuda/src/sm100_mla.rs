@@ -200,7 +200,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
                  copies of 16"
             ));
         }
-        // The same call over 16 bits is another kernel's.
+        // Narrow rows over 16 bits are another kernel's.
         sm90_mla::leave_narrow(problem).map_err(|why| Refusal::new(NAME, why))?;
     }
     if let Some(rows) = problem.cache.rows {

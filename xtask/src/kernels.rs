@@ -941,7 +941,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: LATENT_LISTS, deal: 1 },
         ..HOPPER
     },
-    // The same by pairs of CTAs on Blackwell: rows gathered by TMA, copied, and widened from FP8; parts.
+    // Latent lists by pairs of CTAs on Blackwell: rows gathered by TMA, copied, and widened from FP8; parts.
     Row {
         kernel: Some("sm100_mla"),
         mode: Mode::HappensBefore,

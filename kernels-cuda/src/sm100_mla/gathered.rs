@@ -21,15 +21,15 @@ abi_struct! {
 abi_struct! {
     /// Last argument of the kernel over lists of keys: the matrices of K and V.
     pub struct GatheredRows {
-        /// Of K.
+        /// Matrix of K.
         pub k: MatrixRows,
-        /// Of V.
+        /// Matrix of V.
         pub v: MatrixRows,
     }
 }
 
 impl GatheredRows {
-    /// What no kernel reads.
+    /// Argument that no kernel reads.
     pub(crate) const UNREAD: Self =
         Self { k: MatrixRows { batch: 0, row: 0, head: 0 }, v: MatrixRows { batch: 0, row: 0, head: 0 } };
 }
