@@ -79,6 +79,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 lazy_rescale_log2: 8,
                 vector_store: true,
                 split_keys: 0,
+                listed: false,
+                stored: spec.dtype_qk,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
                 if !of_spec && field != "kernel" {

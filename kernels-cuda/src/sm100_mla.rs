@@ -1,17 +1,22 @@
 //! Wide heads on Blackwell by pairs of CTAs: rows of Q and K of up to 576 elements and of V of up to 512; among them
-//! latent attention (MLA, absorbed), whose values are the first 512 elements of its keys.
+//! latent attention (MLA, absorbed), whose values are the first 512 elements of its keys; over all keys, or those of
+//! lists.
 
+pub mod gathered;
 pub mod recipe;
+pub mod units;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, Workspace, abi_spec};
 
-use crate::operands::{refuse_faint_alibi, refuse_long_sequences, refuse_many_rows, stores_vectors, strides};
-use crate::sm90_mla::{self, DIM_QK, DIM_V, MlaSchedule, NARROW};
-use crate::{schedule, split};
+use crate::operands::stores_vectors;
+use crate::schedule::{self, TileSchedule};
+use crate::sm90_mla::{self, MlaSchedule};
+use crate::{lists, split};
+use gathered::{GatheredRows, MatrixRows};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100_mla";
@@ -43,10 +48,11 @@ const STAGES: i32 = 8;
 abi_spec! {
     /// Tile of the kernel: how it computes.
     pub struct Sm100MlaTile {
-        /// TMA brings K and V, `box_keys` keys at once, which lie in one page; else threads copy all rows.
+        /// TMA brings K and V, `box_keys` keys at once, which lie in one page, or gathers the rows of lists; else
+        /// threads copy all rows.
         pub by_tma: bool = Takes::all().tuned(),
-        /// Keys of a box of TMA: what a page and 64 keys have in common, 8 at least; 64 without pages; 0: TMA brings
-        /// none.
+        /// Keys of a box of TMA: what a page and 64 keys have in common, 8 at least; 64 without pages; 1 over lists, of
+        /// which TMA gathers four; 0: TMA brings none.
         pub box_keys: i32 = Takes::nothing(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
@@ -54,6 +60,11 @@ abi_spec! {
         pub vector_store: bool,
         /// Split-KV: keys of a part, a multiple of 128; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(128, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
+        /// Whether keys come from a token's list: a tile then has heads of one token.
+        pub listed: bool = Takes::nothing(),
+        /// K and V as they lie in memory: of Q's type, or over lists in FP8, which is widened on its way to shared
+        /// memory.
+        pub stored: DType = Takes::nothing(),
     }
 }
 
@@ -61,7 +72,8 @@ impl Sm100MlaTile {
     /// How the tile divides the keys into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
-        split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: false, shares: None }
+        // Every token's list is divided into parts in the same way.
+        split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: self.listed, shares: None }
     }
 
     /// Sets one field from its name and value.
@@ -77,8 +89,18 @@ impl Sm100MlaTile {
     /// # Errors
     /// A text that names the field and what does not go with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
-        match problem.layout.kv {
-            KvLayout::Paged { page_size } if self.by_tma && self.box_keys == 0 => Err(format!(
+        if !self.by_tma || self.box_keys > 0 {
+            return Ok(());
+        }
+        if self.stored.is_fp8() {
+            return Err(format!(
+                "tile by_tma=1: a cache of {} is widened on its way, which TMA does not",
+                self.stored
+            ));
+        }
+        match (problem.layout.kv, gathered::of_problem(problem)) {
+            (_, Err(why)) if self.listed => Err(format!("tile by_tma=1: {why}")),
+            (KvLayout::Paged { page_size }, _) => Err(format!(
                 "tile by_tma=1: pages of {page_size} rows are no whole boxes of 8, as TMA brings them"
             )),
             _ => Ok(()),
@@ -110,6 +132,15 @@ impl Sm100MlaTile {
     /// More tiles than a grid has.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<MlaSchedule, String> {
         let num_parts = self.cut().num_parts(problem);
+        if self.listed {
+            let of_lists = lists::schedule(problem, ROWS, num_parts)?;
+            let TileSchedule { num_tiles, num_m_blocks, .. } = of_lists;
+            if u64::from(num_tiles.unsigned_abs()) > MAX_TILES {
+                return Err(format!("{num_tiles} tiles of heads of a token are more than {MAX_TILES}"));
+            }
+            let most_keys = problem.most_walked_keys().cast_signed();
+            return Ok(MlaSchedule { num_m_blocks, num_parts: num_parts as i32, num_tiles, most_keys });
+        }
         let (units, num_m_blocks) = units(problem);
         let num_tiles = units.saturating_mul(u64::from(num_parts));
         if num_tiles > MAX_TILES {
@@ -139,8 +170,12 @@ fn units(problem: &FwdProblem) -> (u64, u64) {
     (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
 }
 
-/// Keys of a box of TMA: rows of one page that are whole lines of the swizzle; 0 where pages have none.
+/// Keys of a box of TMA: rows of one page that are whole lines of the swizzle; 0 where pages have none. Over lists 1,
+/// or 0 where rows of K or V make no matrix.
 fn box_keys(problem: &FwdProblem) -> i32 {
+    if problem.walks_lists() {
+        return (problem.cache.dtype.is_none() && gathered::of_problem(problem).is_ok()).into();
+    }
     let rows = problem.layout.kv.page_size().unwrap_or(BOX_KEYS);
     [BOX_KEYS, 32, 16, 8].into_iter().find(|keys| rows.is_multiple_of(*keys)).unwrap_or(0).cast_signed()
 }
@@ -151,104 +186,101 @@ fn box_keys(problem: &FwdProblem) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    let Dims { head_dim_qk, head_dim_v, seqlen_q, .. } = problem.dims;
-    if head_dim_qk > DIM_QK || head_dim_v > DIM_V {
-        return refuse(format!(
-            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v} is larger than {DIM_QK} with {DIM_V}"
-        ));
-    }
-    if head_dim_qk <= NARROW && head_dim_v <= NARROW {
-        return refuse(format!(
-            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: neither is larger than {NARROW}"
-        ));
-    }
-    if problem.layout.v == VLayout::ColMajor {
-        return refuse("v_layout col-major: rows of V are read".to_owned());
-    }
-    let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
-        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
-    }
-    if o.is_fp8() {
-        return refuse(format!("dtype_o {o} is not of 16 or 32 bits"));
-    }
+    let Dims { head_dim_qk, head_dim_v, .. } = problem.dims;
     if let Some(cache) = problem.cache.dtype {
-        return refuse(format!("dtype_cache {cache} beside {qk}: 16 bits are read"));
+        if !problem.walks_lists() {
+            return refuse(format!("dtype_cache {cache} beside {}: 16 bits are read", problem.dtypes.qk));
+        }
+        if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+            return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+        }
+        if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
+            return refuse(format!(
+                "dtype_cache {cache} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole \
+                 copies of 16"
+            ));
+        }
+        // Narrow rows over 16 bits are another kernel's.
+        sm90_mla::leave_narrow(problem).map_err(|why| Refusal::new(NAME, why))?;
     }
     if let Some(rows) = problem.cache.rows {
         return refuse(format!("cache_rows of {} bytes", rows.row_bytes()));
     }
-    if problem.cache.tree_mask {
-        return refuse(format!("tree_mask of {seqlen_q} queries"));
+    if problem.walks_caches() {
+        return refuse(format!("two caches of {} keys: those of one are read", problem.most_walked_keys()));
     }
-    problem.masks.refuse(NAME)?;
-    refuse_faint_alibi(problem, NAME)?;
-    if problem.drops() || problem.dropout.write_keep_mask {
-        return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
-    }
-    if problem.mask.sink_columns > 0 {
-        return refuse(format!(
-            "sink_columns {}: blocks of keys are those of a band",
-            problem.mask.sink_columns
-        ));
-    }
-    refuse_long_sequences(problem, NAME)?;
-    refuse_many_rows(problem, 256, NAME)?;
-    let odd = |&(_, _, stride): &(&str, &str, i64)| stride % 8 != 0 || stride >= 1 << 39;
-    if let Some((name, axis, stride)) = strides(problem).find(odd) {
-        return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as copies of 16 bytes and TMA need"
-        ));
-    }
-    Ok(())
+    sm90_mla::takes_wide_rows(problem, NAME)?;
+    let narrow = problem.cache.dtype.is_some();
+    sm90_mla::takes_strides(problem, NAME, |name| if name != "q" && narrow { 16 } else { 8 })
 }
 
 /// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm100MlaTile {
-    let box_keys = box_keys(problem);
+    let (box_keys, listed) = (box_keys(problem), problem.walks_lists());
+    // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
+    let of_rows =
+        |problem: &FwdProblem| sm90_mla::split_keys(problem, units(problem).0, KEYS, num_sms / CTAS);
     Sm100MlaTile {
         by_tma: box_keys > 0,
         box_keys,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
         vector_store: stores_vectors(problem),
-        split_keys: sm90_mla::split_keys(problem, units(problem).0, KEYS, num_sms / CTAS),
+        split_keys: if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) },
+        listed,
+        stored: problem.cache.dtype.unwrap_or(problem.dtypes.qk),
     }
 }
 
-/// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`].
+/// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`], and over lists
+/// of keys [`ListParams`](fmha_core::lists::ListParams) and [`GatheredRows`].
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm100MlaTile) -> KernelSource {
     // The length of a part is an argument: the text says only that there are parts.
     let tile = Sm100MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
+    let (last_params, call) = if tile.listed {
+        let gathered = ", const __grid_constant__ GatheredRows gathered";
+        (format!("{}{gathered}", lists::PARAM), "fwd_lists<kSpec, kTile>(p, maps, schedule, lists, gathered)")
+    } else {
+        (String::new(), "fwd<kSpec, kTile>(p, maps, schedule)")
+    };
     let entry = Entry {
         include: HEADER,
         constants: &constants,
         bounds: "__cluster_dims__(sm100::mla::kCtas, 1, 1) __launch_bounds__(sm100::mla::kNumThreads, 1)",
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::mla::Maps maps, \
-                 const __grid_constant__ MlaSchedule schedule",
+        params: &format!(
+            "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::mla::Maps maps, \
+             const __grid_constant__ MlaSchedule schedule{last_params}"
+        ),
         call: &format!(
-            "static_assert(sm100::mla::kNumThreads == {NUM_THREADS} && sizeof(sm100::mla::Smem<kSpec>) <= {}, \
-             \"host and device disagree\"); sm100::mla::fwd<kSpec, kTile>(p, maps, schedule);",
+            "static_assert(sm100::mla::kNumThreads == {NUM_THREADS} && \
+             sizeof(sm100::mla::Smem<kSpec, kTile.listed>) <= {}, \
+             \"host and device disagree\"); sm100::mla::{call};",
             tile.smem_bytes(spec)
         ),
     };
-    crate::source(entry.render(), || [schedule::header(), host_header()])
+    crate::source(entry.render(), || [schedule::header(), fmha_core::lists::header(), host_header()])
 }
 
 /// `fmha/sm100_mla_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let definitions = [Sm100MlaTile::c_definition(), MlaSchedule::c_definition()];
+    let definitions = [
+        Sm100MlaTile::c_definition(),
+        MlaSchedule::c_definition(),
+        MatrixRows::c_definition(),
+        GatheredRows::c_definition(),
+    ];
     Header::shared("fmha/sm100_mla_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }
 
 #[cfg(test)]
 mod tests {
-    use fmha_core::{Append, Bias, CacheRows};
+    use fmha_core::{Append, Bias, CacheRows, KeyLists, VLayout};
 
     use super::*;
+    use crate::sm90_mla::{DIM_QK, DIM_V};
 
     fn latent(batch: u32, heads: u32, seqlen_k: u32) -> FwdProblem {
         let dims = Dims {
@@ -323,6 +355,38 @@ mod tests {
         prefill.dims.seqlen_q = 4096;
         let schedule = choose_tile(&prefill, 148).schedule(&prefill).unwrap();
         assert_eq!((schedule.num_m_blocks, schedule.num_parts), (4096, 1));
+    }
+
+    #[test]
+    fn lists_have_tiles_of_a_token_and_are_gathered_where_rows_make_a_matrix() {
+        let listed = |tokens, heads, topk| {
+            let mut problem = latent(1, heads, 65536);
+            problem.dims.seqlen_q = tokens;
+            let lists = KeyLists::new(&problem, topk);
+            problem.lists(lists)
+        };
+        for (tokens, heads, m_blocks, parts) in
+            [(4096, 128, 4096, 1), (1, 128, 1, 16), (74, 16, 74, 1), (10, 200, 20, 3)]
+        {
+            let problem = listed(tokens, heads, 2048);
+            let tile = choose_tile(&problem, 148);
+            assert!(accepts(&problem).is_ok() && tile.by_tma && tile.listed && tile.box_keys == 1);
+            let schedule = tile.schedule(&problem).unwrap();
+            assert_eq!((schedule.num_m_blocks, schedule.num_parts), (m_blocks, parts), "{tokens} of {heads}");
+        }
+        let mut odd = listed(2, 16, 100);
+        odd.layout.kv = KvLayout::Paged { page_size: 64 };
+        odd.strides.k.batch += 8;
+        let tile = choose_tile(&odd, 148);
+        assert!(accepts(&odd).is_ok() && !tile.by_tma);
+        let asked = Sm100MlaTile { by_tma: true, ..tile };
+        assert!(asked.check(&odd).unwrap_err().contains("every 8 elements"));
+        let mut narrow = listed(2, 16, 100);
+        narrow.cache.dtype = Some(DType::E4m3Fn);
+        let tile = choose_tile(&narrow, 148);
+        assert!(accepts(&narrow).is_ok() && !tile.by_tma && tile.stored == DType::E4m3Fn);
+        narrow.strides.k.seq += 8;
+        assert!(accepts(&narrow).unwrap_err().to_string().contains("k.seq stride 584"));
     }
 
     #[test]

@@ -271,12 +271,13 @@ fn page_without_whole_boxes(problem: &FwdProblem) -> Option<u32> {
     }
 }
 
-/// Whether the kernel computes this problem, and if not, why.
+/// Checks what the kernels of wide rows, Hopper's and Blackwell's, refuse alike, in `kernel`'s name. An FP8 cache is
+/// let pass.
 ///
 /// # Errors
-/// The first fact that it does not take.
-pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+/// The first fact that they do not take.
+pub(crate) fn takes_wide_rows(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(kernel, reason));
     let Dims { head_dim_qk, head_dim_v, seqlen_q, .. } = problem.dims;
     if head_dim_qk > DIM_QK || head_dim_v > DIM_V {
         return refuse(format!(
@@ -298,6 +299,58 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if o.is_fp8() {
         return refuse(format!("dtype_o {o} is not of 16 or 32 bits"));
     }
+    if problem.cache.tree_mask {
+        return refuse(format!("tree_mask of {seqlen_q} queries"));
+    }
+    lists::takes_places(problem, kernel).map_err(|reason| Refusal::new(kernel, reason))?;
+    if !problem.walks_caches() {
+        problem.masks.refuse(kernel)?;
+    }
+    refuse_faint_alibi(problem, kernel)?;
+    if problem.drops() || problem.dropout.write_keep_mask {
+        return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
+    }
+    if problem.mask.sink_columns > 0 && !problem.walks_lists() {
+        return refuse(format!(
+            "sink_columns {}: blocks of keys are those of a band",
+            problem.mask.sink_columns
+        ));
+    }
+    refuse_long_sequences(problem, kernel)?;
+    refuse_many_rows(problem, 256, kernel)
+}
+
+/// Refuses strides that copies of 16 bytes and TMA do not take: those that are no multiple of `multiple` elements of
+/// the operand of that name.
+///
+/// # Errors
+/// The stride.
+pub(crate) fn takes_strides(
+    problem: &FwdProblem,
+    kernel: &'static str,
+    multiple: impl Fn(&str) -> i64,
+) -> Result<(), Refusal> {
+    let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
+    match strides(problem).find(odd) {
+        None => Ok(()),
+        Some((name, axis, stride)) => Err(Refusal::new(
+            kernel,
+            format!(
+                "{name}.{axis} stride {stride} is not a multiple of {} below 2^39, as copies of 16 bytes and TMA need",
+                multiple(name)
+            ),
+        )),
+    }
+}
+
+/// Whether the kernel computes this problem, and if not, why.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let Dims { head_dim_qk, head_dim_v, .. } = problem.dims;
+    takes_wide_rows(problem, NAME)?;
     if let Some(cache) = problem.cache.dtype {
         if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
             return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
@@ -308,34 +361,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             ));
         }
     }
-    if problem.cache.tree_mask {
-        return refuse(format!("tree_mask of {seqlen_q} queries"));
-    }
-    lists::takes_places(problem, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
-    if !problem.walks_caches() {
-        problem.masks.refuse(NAME)?;
-    }
-    refuse_faint_alibi(problem, NAME)?;
-    if problem.drops() || problem.dropout.write_keep_mask {
-        return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
-    }
-    if problem.mask.sink_columns > 0 && !problem.walks_lists() {
-        return refuse(format!(
-            "sink_columns {}: blocks of keys are those of a band",
-            problem.mask.sink_columns
-        ));
-    }
-    refuse_long_sequences(problem, NAME)?;
-    refuse_many_rows(problem, 256, NAME)?;
-    let multiple = |name: &str| if name != "q" && stored(problem).is_fp8() { 16 } else { 8 };
-    let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
-    if let Some((name, axis, stride)) = strides(problem).find(odd) {
-        return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of {} below 2^39, as copies of 16 bytes and TMA need",
-            multiple(name)
-        ));
-    }
-    Ok(())
+    let of_fp8 = stored(problem).is_fp8();
+    takes_strides(problem, NAME, |name| if name != "q" && of_fp8 { 16 } else { 8 })
 }
 
 /// Refuses, unless the caller names this kernel, FP8 caches with head dimensions that `sm90` supports in 16 bits:

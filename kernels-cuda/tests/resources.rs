@@ -796,8 +796,15 @@ fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
     let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
     let (upper, band) = (wide(576, MaskKind::Upper), wide(576, MaskKind::Band));
     let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
-    let tile =
-        Sm100MlaTile { by_tma: true, box_keys: 64, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+    let tile = Sm100MlaTile {
+        by_tma: true,
+        box_keys: 64,
+        lazy_rescale_log2: 8,
+        vector_store: true,
+        split_keys: 0,
+        listed: false,
+        stored: DType::Bf16,
+    };
     let copied = Sm100MlaTile { by_tma: false, box_keys: 0, ..tile };
     [
         ("full", wide(576, MaskKind::Full), tile),
@@ -808,7 +815,7 @@ fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
         (
             "upper_f16_sink",
             FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, sink: true, ..upper },
-            tile,
+            Sm100MlaTile { stored: DType::F16, ..tile },
         ),
         ("bias", FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }, tile),
         ("softcap_alibi", FwdSpec { softcap: true, bias: BiasKind::Alibi, ..band }, copied),
@@ -820,7 +827,9 @@ fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
         ),
     ]
     .map(|(name, spec, tile)| (format!("sm100_mla_{name}"), sm100_mla::fwd(&spec, &tile)))
-    .into()
+    .into_iter()
+    .chain(blackwell_list_kernels())
+    .collect()
 }
 
 fn latent_table_of_blackwell(arch: &str) -> &'static str {
@@ -1118,6 +1127,37 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
         ("576_fp8_apart", paged, Sm90MlaTile { stored: DType::E4m3Fn, v_in_k: false, ..tile }),
     ]
     .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))
+    .into()
+}
+
+/// Kernels of Blackwell over lists of keys: latent rows and others, gathered by TMA and copied, in parts, from FP8.
+fn blackwell_list_kernels() -> Vec<(String, KernelSource)> {
+    let wide = |dim| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, MaskKind::Full) };
+    let tile = Sm100MlaTile {
+        by_tma: true,
+        box_keys: 1,
+        lazy_rescale_log2: 8,
+        vector_store: true,
+        split_keys: 0,
+        listed: true,
+        stored: DType::Bf16,
+    };
+    let copied = Sm100MlaTile { by_tma: false, box_keys: 0, ..tile };
+    let fp8 = Sm100MlaTile { stored: DType::E4m3Fn, ..copied };
+    let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
+    let f16 = FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..paged };
+    [
+        ("576_pages", paged, tile),
+        ("512", wide(512), tile),
+        ("320", FwdSpec { head_dim_v: 320, ..wide(320) }, tile),
+        ("576_part_of_pages", split::part_spec(&paged), Sm100MlaTile { split_keys: 128, ..tile }),
+        ("576_f16_softcap", FwdSpec { softcap: true, ..f16 }, Sm100MlaTile { stored: DType::F16, ..tile }),
+        ("576_copied", paged, copied),
+        ("576_fp8", paged, fp8),
+        ("576_part_of_fp8", split::part_spec(&paged), Sm100MlaTile { split_keys: 128, ..fp8 }),
+        ("576", wide(576), tile),
+    ]
+    .map(|(name, spec, tile)| (format!("sm100_mla_list_{name}"), sm100_mla::fwd(&spec, &tile)))
     .into()
 }
 

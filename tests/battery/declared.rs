@@ -144,14 +144,21 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "sm100_mla", "sm100_mla_widened"],
+        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "sm100_mla_widened"],
         slowly: false,
-        what: "lists of keys are sm80's, and sm90_mla's of wide rows",
+        what: "lists of keys are sm80's, and sm90_mla's and sm100_mla's of wide rows",
         applies: |_, problem| problem.is_some_and(FwdProblem::walks_lists),
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90_mla"],
+        kernels: &["sm100_mla"],
+        slowly: false,
+        what: "second caches are sm80's, and sm90_mla's of wide rows",
+        applies: |_, problem| problem.is_some_and(|p| p.second.is_some()),
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm90_mla", "sm100_mla"],
         slowly: false,
         what: "lists of keys in rows of 256 or fewer elements, and gradients over them, are sm80's",
         applies: |case, problem| {
@@ -362,8 +369,8 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda"],
         kernels: &["sm100", "sm100_mla"],
         slowly: false,
-        what: "FP8 caches beside 16 bits are widened before (sm100_widened, sm100_mla_widened)",
-        applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
+        what: "FP8 caches beside 16 bits are widened before (sm100_widened, sm100_mla_widened), but for lists of keys",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some() && !p.walks_lists()),
     },
     Declared {
         backends: &["cuda"],

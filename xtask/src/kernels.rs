@@ -961,6 +961,30 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: LATENT_LISTS, deal: 1 },
         ..HOPPER
     },
+    // Latent lists by pairs of CTAs on Blackwell: rows gathered by TMA, copied, and widened from FP8; parts.
+    Row {
+        kernel: Some("sm100_mla"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^lists/wide/bf16/d576/padded$", deal: 1 },
+        in_all: Cases { filter: LATENT_LISTS, deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        kernel: Some("sm100_mla"),
+        tile: Some("by_tma=0"),
+        mode: Mode::HappensBefore,
+        in_all: Cases { filter: LATENT_LISTS, deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        kernel: Some("sm100_mla"),
+        tile: Some("split_keys=128,lazy_rescale_log2=0"),
+        mode: Mode::Late,
+        arch: "sm_103a",
+        in_test: Cases { filter: "^lists/wide_fp8/e5m2/f16/d512$", deal: 1 },
+        in_all: Cases { filter: LATENT_LISTS, deal: 1 },
+        ..BLACKWELL
+    },
     Row {
         kernel: Some("sm80_lists"),
         in_test: Cases { filter: "^lists/(unordered/bf16/d128x64|backward/bf16/(repeated|d576))", deal: 1 },

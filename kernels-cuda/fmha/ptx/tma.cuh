@@ -74,6 +74,19 @@ FMHA_DEVICE void cp_async_bulk_tensor_5d_pair(uint32_t to, const TensorMap& map,
       : "memory");
 }
 
+// needs: sm_100a. Brings four rows of a matrix to this CTA, whose box is one row: elements from column `c0` on. The
+// rows follow each other in shared memory, in the map's swizzle of their addresses; one outside the matrix is zeros.
+// The barrier is of either CTA of the pair: an address in the cluster's window.
+// PTX ISA: cp.async.bulk.tensor, .tile::gather4, .cta_group::2.
+FMHA_DEVICE void cp_async_bulk_tensor_gather4_pair(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t c0,
+                                                   const int32_t (&rows)[4], CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "l"(uint64_t(hint))
+      : "memory");
+}
+
 // needs: sm_90. Fetches the descriptor itself ahead of its first use.
 // PTX ISA: prefetch.
 FMHA_DEVICE void prefetch_tensormap(const TensorMap& map) {

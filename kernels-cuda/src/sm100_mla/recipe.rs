@@ -3,17 +3,21 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
+use fmha_core::lists::list_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
+use crate::lists;
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{ALIGN, refuse_row_invariant};
 use crate::sm90_mla::MlaSchedule;
 use crate::sm90_mla::recipe::Maps;
+use crate::sm100::modelled;
 use crate::sm100::recipe::needs;
-use crate::sm100_mla::{self as text, Sm100MlaTile};
+use crate::sm100_mla::gathered::{self, GatheredRows};
+use crate::sm100_mla::{self as text, Sm100MlaTile, units};
 use crate::split::{self, RowsAtOnce, launch as parts};
 
 /// The kernel with its tile.
@@ -33,7 +37,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm100MlaTile>(text::NAME, &[text::HEADER]);
-        About { tiles: Some(tiles), ..About::new(text::NAME) }
+        About { tiles: Some(tiles), takes_lists: true, ..About::new(text::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -62,10 +66,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
         tile: Sm100MlaTile,
         problem: &ValidFwd,
         facts: &DeviceFacts,
-        _: &PlanOptions,
+        options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(text::NAME, reason);
-        let spec = FwdSpec::of(problem);
+        let spec = spec_of(problem);
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         // Parts are f32 in the workspace, which begin on 16 bytes.
@@ -85,7 +89,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
             // One CTA an SM: it takes all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / text::CTAS),
         };
-        let cut = (tile.cut(), problem.dims.seqlen_q, problem.dtypes.qk);
+        let cut = (tile.cut(), problem.dims.seqlen_q, tile.stored);
         let merge = parts::merge(MERGE_NAME, problem, cut, facts);
         let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
         let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
@@ -96,22 +100,29 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
             promises: Promises {
                 deterministic: true,
                 // A row's blocks begin at multiples of 128 keys, and those that only other rows see add zeros; but how
-                // its keys are split depends on what else is in the call.
-                batch_invariant: !is_split,
+                // its keys are split depends on what else is in the call, and so does whether a list is split.
+                batch_invariant: !is_split && (!tile.listed || options.batch_invariant),
                 row_invariant: false,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: ScoreSums::F32,
             },
-            details: vec![
+            details: [
                 ("tile", format!("{} x {} in a pair of CTAs", text::ROWS, text::KEYS)),
-                ("order", "a pair a tile, row blocks of a part side by side".to_owned()),
+                ("order", order_words(problem)),
                 ("schedule", schedule_words(&tile, &schedule)),
                 (
                     "tensor memory",
                     format!("{} of {} columns", tile.tmem_columns(&spec), crate::sm100::TMEM_COLUMNS),
                 ),
-            ],
+            ]
+            .into_iter()
+            .chain(modelled::details(
+                &units::forward(&spec, &tile, &facts.arch),
+                units::walk(problem, &tile, &schedule, facts),
+                units::flops(problem),
+            ))
+            .collect(),
         })
     }
 
@@ -130,19 +141,28 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule }, fwd) = (*self, steps.main());
-        let maps = if tile.by_tma {
-            Maps::both::<V::Driver>(call, tile.box_keys.unsigned_abs())?
-        } else {
-            Maps::UNREAD
+        let (maps, gathered) = match (tile.by_tma, tile.listed) {
+            (false, _) => (Maps::UNREAD, GatheredRows::UNREAD),
+            (true, false) => {
+                (Maps::both::<V::Driver>(call, tile.box_keys.unsigned_abs())?, GatheredRows::UNREAD)
+            }
+            (true, true) => gathered::maps::<V::Driver>(call)?,
         };
+        let listed = list_params(call.problem, &call.args.seq);
         // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
-            let mut schedule = schedule;
-            let mut arguments =
-                [(&raw mut *params).cast(), (&raw const maps).cast_mut().cast(), (&raw mut schedule).cast()];
-            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the
-            // problem.
+            let (mut schedule, mut listed, mut gathered) = (schedule, listed, gathered);
+            // A kernel over all keys has two arguments fewer; the driver reads as many as a kernel declares.
+            let mut arguments = [
+                (&raw mut *params).cast(),
+                (&raw const maps).cast_mut().cast(),
+                (&raw mut schedule).cast(),
+                (&raw mut listed).cast(),
+                (&raw mut gathered).cast(),
+            ];
+            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule, and over lists ListParams and GatheredRows;
+            // `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
@@ -183,12 +203,31 @@ pub(crate) fn fit_like(
     fitted(tile).map_err(refuse)
 }
 
+/// Spec of the main kernel.
+fn spec_of(problem: &ValidFwd) -> FwdSpec {
+    let spec = FwdSpec::of(problem);
+    if problem.walks_lists() { lists::spec(spec) } else { spec }
+}
+
+fn order_words(problem: &ValidFwd) -> String {
+    match problem.lists {
+        Some(lists) => {
+            format!("a pair a tile, those of a token side by side, gathers {} entries", lists.topk)
+        }
+        None => "a pair a tile, row blocks of a part side by side".to_owned(),
+    }
+}
+
 fn schedule_words(tile: &Sm100MlaTile, schedule: &MlaSchedule) -> String {
     let mut words = vec!["a pair reads K and V once, scores a block ahead".to_owned()];
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
-    words.push(if tile.by_tma {
+    words.push(if tile.by_tma && tile.listed {
+        "TMA gathers 4 rows at a time".to_owned()
+    } else if tile.by_tma {
         format!("TMA of {} keys at a time", tile.box_keys)
+    } else if tile.stored.is_fp8() {
+        format!("loads of 16 bytes, widened from {}", tile.stored)
     } else {
         "loads by copies of 16 bytes".to_owned()
     });

@@ -190,8 +190,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub(crate) struct Maps {
-    k: TensorMap,
-    v: TensorMap,
+    pub(crate) k: TensorMap,
+    pub(crate) v: TensorMap,
 }
 
 impl Maps {

@@ -29,8 +29,9 @@ constexpr int kLaneThreads = 32 * kWarps;
 constexpr int kCorrectWarp = 4, kLoadWarp = 8, kIssueWarp = 12;
 constexpr int kNumThreads = 32 * (kIssueWarp + 1);
 
-// Named barriers: the maxima of both halves of a row are there; rows to be computed again are known.
-constexpr int kMaximaTold = 1, kSuspectsTold = 2;
+// Named barriers: the maxima of both halves of a row are there; rows to be computed again are known; over lists of
+// keys, whether the last block has any.
+constexpr int kMaximaTold = 1, kSuspectsTold = 2, kAbsentTold = 3;
 
 // 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element.
 using Chunk = SmemTile<uint16_t, kRows, kSpan, true>;
@@ -45,6 +46,7 @@ struct Plan {
   static constexpr int chunks_k = ceil_div(spec.head_dim_qk, kSpan);
   static constexpr int slots_k = ceil_div(chunks_k, 2);              // of a block of K
   static constexpr int groups_v = ceil_div(spec.head_dim_v, kGroup);
+  static constexpr int slots_v = kCtas * groups_v;
 };
 
 // Tensor memory of each CTA: two score slots, and O. A CTA has 64 rows of a product, in 128 lanes: lane l has row
@@ -64,13 +66,24 @@ FMHA_DEVICE int32_t half_of_lane() { return ptx::uniform(lane_of_cta() / kRows);
 
 FMHA_DEVICE int32_t rank_in_pair() { return blockIdx.x % kCtas; }
 
+// Over lists of keys: which keys of a block are there, a bit a key. A warp of the load role has a word, of the keys
+// that its lanes find. Words of kWords blocks are kept, in turn.
+constexpr int kWords = 4;
+template <bool listed>
+struct PresentKeys {};
+template <>
+struct PresentKeys<true> {
+  alignas(16) uint32_t present[kWords][kWarps];
+  Barrier told[kWords];  // one arrival per load warp
+};
+
 // The ring's slots come in the order of the products: for each step i the halves of K of block i, then those of V of
 // block i - 1.
 //
 //   K, a slot:  the CTA's 64 keys of a block, 128 columns          slots_k, the last may have 64 columns
 //   V, a slot:  64 keys, first those of the leader's half,         for each half of the keys groups_v
 //               the CTA's 128 columns of a group of 256
-template <FwdSpec spec>
+template <FwdSpec spec, bool listed = false>
 struct Smem {
   using P = Plan<spec>;
   struct Slot {
@@ -91,6 +104,7 @@ struct Smem {
   Barrier o_full;                  // O has a block's products, which have read P
   Barrier stats_full;              // one arrival per softmax warp
   Barrier stats_empty;             // one arrival per correct warp
+  PresentKeys<listed> list;
   uint32_t tmem;                   // address of the 512 columns
 };
 
@@ -108,7 +122,8 @@ FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm100MlaTile&
   return spec.dtype_v == DType::Bf16 ? offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2) : 0;
 }
 
-// Tensor maps of K and V: (dim, row, head, batch or page).
+// Tensor maps of K and V: (dim, row, head, batch or page); over lists of keys matrices, whose rows are those of all
+// heads and sequences or pages.
 struct Maps {
   ptx::TensorMap k, v;
 };

@@ -14,15 +14,16 @@
 
 namespace fmha::sm100::mla {
 
-template <FwdSpec spec, Sm100MlaTile tile>
+template <FwdSpec spec, Sm100MlaTile tile, class Keys>
 struct CorrectRole {
   using Tmem = TmemPlan<spec>;
   static constexpr int chunk = 32, own_columns = kGroup / 2;  // of a group
 
   const FwdParams& p;
   const Work& work;
-  Smem<spec>& smem;
+  Smem<spec, tile.listed>& smem;
   const uint32_t tmem;  // at the warp's lanes
+  const Keys keys;
   const int32_t lane = lane_of_cta(), row_in_tile = row_of_lane(), half = half_of_lane();
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
   uint32_t stats_phase = 0;
@@ -72,7 +73,7 @@ struct CorrectRole {
     if (work.num_blocks > 0) wait_output(work.num_blocks - 1);
     const int32_t packed_row = work.first_row + row_in_tile, i = Work::query_of(p, packed_row);
     const int32_t i_head = work.head_of(p, packed_row, i);
-    const bool stored = i < work.span.seqlen_q;
+    const bool stored = i < work.end_query;
     // The parts of a split have batches of their own, one after another, of packed sequences too.
     const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
     const int32_t o_row = in_parts ? 0 : work.span.q_row;
@@ -81,7 +82,7 @@ struct CorrectRole {
     // P's scale is in the sum and in O.
     constexpr float of_p = power_of_two(-p_offset_log2(spec, tile));
     const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, scale_log2 * kLn2)};
-    RowResult result = finish_row<spec>(p, max, row_sum * of_p, stored ? i_head : 0);
+    RowResult result = finish_row_of<spec>(p, keys, max, row_sum * of_p, stored ? i_head : 0).row;
     result.factor *= of_p;
     const int64_t at = to.o(p);
     float zero = 0.f;  // NaN once a number is not finite
@@ -119,7 +120,11 @@ struct CorrectRole {
     for (int32_t from = 0; from < 32; ++from) {
       if (!(lanes >> from & 1)) continue;
       const int32_t again_row = ptx::shfl_idx(packed_row, from), i = Work::query_of(p, again_row);
-      RecomputedRow<spec> again{p, work.span, work.head_of(p, again_row, i), i, o_batch, o_row + i, work.part_keys};
+      SeqSpan span = work.span;
+      // Keys of a token's list are numbered by their places in it.
+      if constexpr (are_of_token<Keys>()) span.seqlen_k = keys.list.count();
+      RecomputedRow<spec, tile.stored, Keys> again{
+          p, span, work.head_of(p, again_row, i), i, o_batch, o_row + i, work.part_keys, keys};
       again.run();
     }
   }

@@ -12,7 +12,7 @@
 
 namespace fmha::sm100::mla {
 
-template <FwdSpec spec>
+template <FwdSpec spec, class Shared>
 struct Issuer {
   using P = Plan<spec>;
   using Tmem = TmemPlan<spec>;
@@ -23,7 +23,7 @@ struct Issuer {
                                          .pair_of_64 = true};
   static constexpr uint16_t kBoth = (1 << kCtas) - 1;
 
-  Smem<spec>& smem;
+  Shared& smem;
   const uint32_t tmem;
   const bool issues = ptx::elect_one();
   Slot<kStages> ring;

@@ -3,49 +3,50 @@
 // TMA brings up to 64 keys by 64 columns at once, a box to a lane, whose keys lie in one page. Keys of which some are
 // seen by no row are copied, with zeros in the place of those: memory there may hold NaN, of V too. Where pages are no
 // whole boxes all rows are copied, each from where it lies.
+//
+// Over lists of keys TMA gathers four rows by 64 columns at once, and absent ones, whose index is outside the tensor,
+// are zeros. Where rows are none of one matrix (odd distances between pages) they are copied. Caches in FP8 are copied
+// as they are to where they will lie in 16 bits, and widened there.
 #pragma once
+#include <fmha/common/rows_of_lanes.cuh>
+#include <fmha/common/widen.cuh>
 #include <fmha/ptx/cluster.cuh>
+#include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/copy.cuh>
+#include <fmha/ptx/shared.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm100/mla/work.cuh>
 
 namespace fmha::sm100::mla {
 
-template <FwdSpec spec, Sm100MlaTile tile>
+// `rows`: what makes matrices of K and V, over lists of keys.
+template <FwdSpec spec, Sm100MlaTile tile, class Keys>
 struct Loader {
   using P = Plan<spec>;
-  using Row = const uint16_t*;
+  using Rows = RowsOfLane;
+  using Row = Rows::Row;
 
   const FwdParams& p;
   const Maps& maps;
   const Work& work;
-  Smem<spec>& smem;
+  Smem<spec, tile.listed>& smem;
   const ptx::CacheHint hint_of_v;
+  const Keys keys;
+  const GatheredRows& gathered;
   const int32_t lane = threadIdx.x % 32, warp = ptx::uniform(threadIdx.x / 32) - kLoadWarp, rank = rank_in_pair();
   Slot<kStages> ring;
   // Barrier of the copies under way, which stay so while the next slot's are issued.
   Barrier* pending = nullptr;
-
-  // Rows that a warp copies: four of every sixteen. Lane l finds the address of the (l % 16)-th of them (null: zeros),
-  // and receives those of four rows, sixteen apart, which have the same swizzle. It copies 16 bytes of a chunk of each
-  // row; eight lanes copy the whole chunk.
-  static constexpr int kRowsOfLane = 4, kRowsApart = kRows / kRowsOfLane;
-  const int32_t found_row = 4 * warp + lane % 4 + lane / 4 % kRowsOfLane * kRowsApart;
-  struct Rows {
-    Row of_lane[kRowsOfLane];
+  // Codes of a cache in FP8 that are pending: chunks of a slot, 0 if there are none.
+  static constexpr bool widens = is_fp8(tile.stored);
+  struct Narrow {
+    const Chunk* chunks = nullptr;
+    int32_t count = 0;
+    float descale = 1.f;
   };
-  FMHA_DEVICE Rows told(Row found) const {
-    Rows rows;
-#pragma unroll
-    for (int k = 0; k < kRowsOfLane; ++k)
-      rows.of_lane[k] = reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(found), lane / 8 + 4 * k));
-    return rows;
-  }
-  FMHA_DEVICE Row query_row() const {
-    const int32_t row = work.first_row + found_row, i = Work::query_of(p, row);
-    if (i >= work.span.seqlen_q) return nullptr;
-    return static_cast<Row>(p.q.data) + query_offset(p, work.span, i, work.head_of(p, row, i));
-  }
+  Narrow narrow;
+
+  const int32_t found_row = Rows::found_by(warp, lane);
   // Address of key `j`; null: zeros.
   FMHA_DEVICE Row row_of(const View& view, int32_t j) const {
     if (j >= work.end) return nullptr;
@@ -58,12 +59,12 @@ struct Loader {
     const uint32_t of_lane = to->address() + fmha::mma::word_offset<Chunk>(4 * warp + lane / 8, lane % 8 * 8);
     const int32_t first = column + lane % 8 * 8;
 #pragma unroll
-    for (int k = 0; k < kRowsOfLane; ++k) {
+    for (int k = 0; k < Rows::count; ++k) {
 #pragma unroll
       for (int chunk = 0; chunk < count; ++chunk) {
         const int32_t at = first + chunk * kSpan, there = rows.of_lane[k] ? clamp(dim - at, 0, 8) : 0;
         // Without elements nothing is read.
-        ptx::cp_async<16>(of_lane + chunk * Chunk::tile_bytes + k * kRowsApart * Chunk::span_bytes,
+        ptx::cp_async<16>(of_lane + chunk * Chunk::tile_bytes + k * Rows::apart * Chunk::span_bytes,
                           there > 0 ? rows.of_lane[k] + at : any, 2 * there);
       }
     }
@@ -71,6 +72,7 @@ struct Loader {
 
   // Copies that this thread has seen complete are announced to the tensor cores of both CTAs.
   FMHA_DEVICE void announce() {
+    if constexpr (widens) widen();
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive_release_at(*pending, kLeader);
@@ -120,7 +122,7 @@ struct Loader {
     const Chunk* to = smem.kv[ring.index].chunks;
     Barrier& full = smem.kv_full[ring.index];
     if (!tile.by_tma || first_key + kHalf > work.end) {
-      copy_chunks<count>(to, column, dim, told(row_of(view, first_key + found_row)), view.data);
+      copy_chunks<count>(to, column, dim, Rows::told(row_of(view, first_key + found_row), lane), view.data);
       finish_copies(full);
     } else {
       // Earlier copies are needed first.
@@ -139,7 +141,7 @@ struct Loader {
   }
 
   FMHA_DEVICE void load_q() {
-    const Rows rows = told(query_row());
+    const Rows rows = Rows::told(query_row_of(p, work, found_row), lane);
 #pragma unroll 1
     for (int32_t chunk = 0; chunk < P::chunks_k; ++chunk)
       copy_chunks<1>(smem.q + chunk, chunk * kSpan, spec.head_dim_qk, rows, p.q.data);
@@ -163,7 +165,172 @@ struct Loader {
     }
   }
 
-  FMHA_DEVICE void run() {
+  // Entry of the list for a place; an absent one outside the part's places.
+  FMHA_DEVICE int32_t listed_at(int32_t place) const {
+    return place < work.part_keys.begin || place >= work.end ? -1 : keys.list.entry(place);
+  }
+  // The block table's entry of a key that is there.
+  FMHA_DEVICE int32_t page_with(int32_t key) const {
+    if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
+    return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
+  }
+  // Codes of a slot lie in its second chunk, in the rows that the warp copies: eight lanes have the 128 codes of a row,
+  // of which each widens sixteen that it has copied itself.
+  const int32_t first_row = 4 * warp + lane / 8, piece = lane % 8;
+  FMHA_DEVICE uint32_t codes_at(const Chunk* chunks, int k) const {
+    return chunks[1].address() + (first_row + k * Rows::apart) * Chunk::span_bytes + 16 * piece;
+  }
+  template <int count>
+  FMHA_DEVICE void copy_codes(const Chunk* to, int32_t column, int32_t dim, const Rows& rows, const void* any) const {
+    if (piece >= 4 * count) return;
+#pragma unroll
+    for (int k = 0; k < Rows::count; ++k) {
+      const bool there = rows.of_lane[k] != nullptr && column + 16 * piece < dim;
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(rows.of_lane[k]) + column + 16 * piece;
+      ptx::cp_async<16>(codes_at(to, k), there ? from : any, there ? 16 : 0);
+    }
+  }
+  // Widens the codes that are pending, a row after the other: more rows at once would spill.
+  FMHA_DEVICE void widen() {
+    const int32_t count = narrow.count;
+    narrow.count = 0;
+    const bool has_some = piece < 4 * count, second = piece >= 4;
+    const uint32_t to = narrow.chunks[second].address();
+    const int32_t rows = count > 0 ? Rows::count : 0;
+#pragma unroll 1
+    for (int32_t k = 0; k < rows; ++k) {
+      uint32_t codes[4] = {};
+      if (has_some) ptx::ld_shared_v4_b32(codes, codes_at(narrow.chunks, k));
+      // Every lane has read what is overwritten.
+      __syncwarp();
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        // Lanes of the second chunk have their last eight codes first, so that eight lanes write to all banks.
+        const bool last = (n == 1) != second;
+        const uint32_t eight[2] = {last ? codes[2] : codes[0], last ? codes[3] : codes[1]};
+        uint32_t packed[4];
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, narrow.descale, packed);
+        const int32_t column = piece % 4 * 16 + (last ? 8 : 0);
+        if (has_some)
+          ptx::st_shared_v4(to + fmha::mma::word_offset<Chunk>(first_row + k * Rows::apart, column), packed);
+      }
+    }
+  }
+
+  // Where the row of a key lies, whose page the block table says; batch -1: it is absent.
+  FMHA_DEVICE KvRow listed_row(int32_t key, int32_t page) const {
+    if (key < 0) return {-1, 0};
+    if constexpr (spec.kv_layout == KvKind::Paged) {
+      const int32_t of_address = key / p.page_size;
+      return {keys.list.lists.addresses ? of_address : clamp(page, 0, p.num_pages - 1),
+              key - of_address * p.page_size};
+    } else {
+      return kv_row(p, spec.kv_layout, work.span, key);
+    }
+  }
+
+  // Rows that a lane brings of half a block: by TMA four rows of one chunk, whose indices these are, else the rows that
+  // it copies.
+  struct Brought {
+    int32_t indices[4];
+    Rows rows;
+  };
+  // Lanes 0-15 have found rows of the block's first half, the others of the second.
+  FMHA_DEVICE Brought brought(const View& view, const MatrixRows& matrix, KvRow found, int32_t half) const {
+    Brought to = {};
+    if constexpr (tile.by_tma) {
+      const int32_t index = found.batch * matrix.batch + found.row * matrix.row + work.i_head_kv * matrix.head;
+      const int32_t own = found.batch < 0 ? -1 : index;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) to.indices[k] = ptx::shfl_idx(own, 16 * half + lane % 4 * 4 + k);
+    } else {
+      const int64_t at = row_offset(view, found, work.i_head_kv) * size_bytes(tile.stored);
+      const Row row = reinterpret_cast<Row>(static_cast<const uint8_t*>(view.data) + at);
+      to.rows = Rows::told(found.batch < 0 ? nullptr : row, lane, 16 * half);
+    }
+    return to;
+  }
+  // A slot of those rows. Each warp brings its own sixteen.
+  template <int count>
+  FMHA_DEVICE void load_listed(const Brought& from, const View& view, const ptx::TensorMap& map, int32_t dim,
+                               int32_t column, ptx::CacheHint hint) {
+    wait_empty();
+    const Chunk* to = smem.kv[ring.index].chunks;
+    Barrier& full = smem.kv_full[ring.index];
+    if constexpr (tile.by_tma) {
+      const uint32_t barrier = ptx::address_at(full, kLeader);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx_at(barrier, count * Chunk::tile_bytes / kWarps);
+      __syncwarp();
+      const int32_t chunk = lane / 4, first_row = lane % 4 * Rows::apart + 4 * warp;
+      if (chunk < count)
+        ptx::cp_async_bulk_tensor_gather4_pair(to[chunk].address() + first_row * Chunk::span_bytes, map, barrier,
+                                               column + chunk * kSpan, from.indices, hint);
+      __syncwarp();
+    } else if constexpr (widens) {
+      const HeadScalars& descale = &view == &p.v ? p.descale_v : p.descale_k;
+      copy_codes<count>(to, column, dim, from.rows, view.data);
+      finish_copies(full);
+      narrow = {to, count, scalar_of(descale, work.span.i_batch, work.i_head_kv, 1.f)};
+    } else {
+      copy_chunks<count>(to, column, dim, from.rows, view.data);
+      finish_copies(full);
+    }
+    ring.advance();
+  }
+  FMHA_DEVICE void load_listed_k(KvRow found) {
+    const Brought from = brought(p.k, gathered.k, found, rank);
+#pragma unroll 1
+    for (int32_t slot = 0; slot < P::chunks_k / 2; ++slot)
+      load_listed<2>(from, p.k, maps.k, spec.head_dim_qk, slot * 2 * kSpan, ptx::CacheHint::EvictLast);
+    if constexpr (P::chunks_k % 2 == 1)
+      load_listed<1>(from, p.k, maps.k, spec.head_dim_qk, (P::chunks_k - 1) * kSpan, ptx::CacheHint::EvictLast);
+  }
+  FMHA_DEVICE void load_listed_v(KvRow found) {
+#pragma unroll 1
+    for (int32_t half = 0; half < kCtas; ++half) {
+      const Brought from = brought(p.v, gathered.v, found, half);
+#pragma unroll 1
+      for (int32_t group = 0; group < P::groups_v; ++group)
+        load_listed<2>(from, p.v, maps.v, spec.head_dim_v, group * kGroup + rank * (kGroup / kCtas), hint_of_v);
+    }
+  }
+  // Tells the softmax which keys of the i-th block are there, by the warp's word. Once the block's slots of K are free,
+  // products have read P of the block whose word this one takes, and the softmax that word.
+  FMHA_DEVICE void tell(int32_t i, uint32_t present) const {
+    static_assert((kWords - 1) * (P::slots_k + P::slots_v) > kStages, "a word is read before it is written again");
+    if (lane == 0) ptx::st_shared_b32(ptx::shared_address(&smem.list.present[i % kWords][warp]), present);
+    ptx::mbarrier_arrive_if(smem.list.told[i % kWords], lane == 0);
+  }
+  // The keys of a token's list, a lane to a place of a block. What a block's rows need has been asked for a block
+  // before, and the list's entries a block before that, so that loads wait for neither.
+  FMHA_DEVICE void run_listed() {
+    load_q();
+    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    int32_t place = work.last_block * kKeys + lane / 16 * kHalf + found_row;
+    int32_t key = keys.list.key_of(listed_at(place), place), page = page_with(key), entry = listed_at(place - kKeys);
+    KvRow before = {-1, 0};
+#pragma unroll 1
+    for (int32_t i = 0; i <= num_blocks; ++i) {
+      KvRow found = {-1, 0};
+      if (i < num_blocks) {
+        found = listed_row(key, page);
+        const uint32_t present = ptx::vote_ballot(key >= 0);
+        place -= kKeys;
+        key = keys.list.key_of(entry, place);
+        page = page_with(key);
+        entry = listed_at(place - kKeys);
+        load_listed_k(found);
+        tell(i, present);
+      }
+      // Q's copies come with the first block's rows.
+      flush();
+      if (i > 0) load_listed_v(before);
+      before = found;
+    }
+    flush();
+  }
+
+  FMHA_DEVICE void run_all() {
     load_q();
 #pragma unroll 1
     for (int32_t i = 0; i <= work.num_blocks; ++i) {
@@ -171,6 +338,14 @@ struct Loader {
       if (i > 0) load_v(work.last_block - (i - 1));
     }
     flush();
+  }
+
+  FMHA_DEVICE void run() {
+    if constexpr (tile.listed) {
+      run_listed();
+    } else {
+      run_all();
+    }
   }
 };
 

@@ -7,6 +7,7 @@
 #include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/f32x2.cuh>
 #include <fmha/ptx/num.cuh>
+#include <fmha/ptx/shared.cuh>
 #include <fmha/ptx/tcgen05.cuh>
 #include <fmha/ptx/tmem.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -23,7 +24,7 @@ struct SoftmaxRole {
 
   const FwdParams& p;
   const Work& work;
-  Smem<spec>& smem;
+  Smem<spec, tile.listed>& smem;
   const uint32_t tmem;  // at the warp's lanes
   const int32_t lane = lane_of_cta(), row_in_tile = row_of_lane(), half = half_of_lane();
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
@@ -69,15 +70,35 @@ struct SoftmaxRole {
       });
     }
   }
-  // Hides what the row does not see.
-  FMHA_DEVICE void mask(float (&s)[n], int32_t key) const {
-    const int32_t warp_row = work.first_row + row_in_tile / 32 * 32;
-    const KnownMask<spec.mask, false> mask = {work.band, work.span.seqlen_k};
-    if (!mask.cuts(Work::query_of(p, warp_row), Work::query_of(p, warp_row + 31), {key, key + n})) return;
-    const auto columns = mask.columns(query, key);
+  // Hides keys of the i-th block that the list has not. Key 16 k + 4 w + n of a half is bit 4 k + n of warp w's bits of
+  // that half.
+  FMHA_DEVICE void hide_absent(float (&s)[n], int32_t i) const {
+    if constexpr (tile.listed) {
+      ptx::mbarrier_wait_parity(smem.list.told[i % kWords], i / kWords % 2);
+      uint32_t words[kWarps];
+      ptx::ld_shared_v4_b32(words, ptx::shared_address(smem.list.present[i % kWords]));
 #pragma unroll
-    for (int e = 0; e < n; ++e) {
-      if (!columns.has(e)) s[e] = -infinity();
+      for (uint32_t& word : words) word >>= 16 * half;
+      if (ptx::uniform(int32_t(words[0] & words[1] & words[2] & words[3] & 0xffff)) == 0xffff) return;
+#pragma unroll
+      for (int e = 0; e < n; ++e) {
+        if (!(words[e / 4 % kWarps] >> (e / 16 * 4 + e % 4) & 1)) s[e] = -infinity();
+      }
+    }
+  }
+  // Hides what the row does not see of the i-th block.
+  FMHA_DEVICE void mask(float (&s)[n], int32_t key, int32_t i) const {
+    if constexpr (tile.listed) {
+      hide_absent(s, i);
+    } else {
+      const int32_t warp_row = work.first_row + row_in_tile / 32 * 32;
+      const KnownMask<spec.mask, false> mask = {work.band, work.span.seqlen_k};
+      if (!mask.cuts(Work::query_of(p, warp_row), Work::query_of(p, warp_row + 31), {key, key + n})) return;
+      const auto columns = mask.columns(query, key);
+#pragma unroll
+      for (int e = 0; e < n; ++e) {
+        if (!columns.has(e)) s[e] = -infinity();
+      }
     }
   }
 
@@ -131,7 +152,7 @@ struct SoftmaxRole {
     ptx::tcgen05_fence_after_thread_sync();
     load(s, i % 2);
     modify(s, key);
-    mask(s, key);
+    mask(s, key, i);
     float new_max = largest(s, i);
     // A maximum that grew little is kept: P may then exceed 1, up to 2^lazy_rescale_log2.
     if (row_max != -infinity() && (new_max - row_max) * scale_log2 <= float(tile.lazy_rescale_log2)) new_max = row_max;

@@ -10,6 +10,7 @@
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
+#include <fmha/common/rows_of_lanes.cuh>
 #include <fmha/common/widen.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/collective.cuh>
@@ -65,32 +66,15 @@ struct Loader {
 
   static constexpr bool widens = is_fp8(tile.stored);
 
-  using Row = const uint16_t*;
+  using Rows = RowsOfLane;
+  using Row = Rows::Row;
   using NarrowRow = typename NarrowRowOf<(tile.row_bytes > 0)>::Type;
 
   // Whether the halves of V have no more chunks than its rows.
   static constexpr bool kWholeV = spec.head_dim_v % (2 * kSpan) == 0;
 
-  // Rows that a warp copies: four of every sixteen. Lane l finds the address of the (l % 16)-th of them (null:
-  // zeros), and receives those of four rows, sixteen apart, which have the same swizzle. It copies 16 bytes of a
-  // chunk of each row; eight lanes copy the whole chunk.
-  static constexpr int kRowsOfLane = 4, kRowsApart = kRows / kRowsOfLane;
-  const int32_t found_row = 4 * warp + lane % 4 + lane / 4 % kRowsOfLane * kRowsApart;
-  struct Rows {
-    Row of_lane[kRowsOfLane];
-  };
-  FMHA_DEVICE Rows told(Row found) const {
-    Rows rows;
-#pragma unroll
-    for (int k = 0; k < kRowsOfLane; ++k)
-      rows.of_lane[k] = reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(found), lane / 8 + 4 * k));
-    return rows;
-  }
-  FMHA_DEVICE Row query_row() const {
-    const int32_t row = work.first_row + found_row, i = Work::query_of(p, row);
-    if (i >= work.end_query) return nullptr;
-    return static_cast<Row>(p.q.data) + query_offset(p, work.span, i, work.head_of(p, row, i));
-  }
+  const int32_t found_row = Rows::found_by(warp, lane);
+  FMHA_DEVICE Rows told(Row found) const { return Rows::told(found, lane); }
   // The block table's entry with key `j`, as it is read: nothing waits for it until it is an address.
   FMHA_DEVICE int32_t entry_of(int32_t j) const {
     if (spec.kv_layout != KvKind::Paged || j < 0 || j >= work.end) return 0;
@@ -110,19 +94,19 @@ struct Loader {
   FMHA_DEVICE void copy_chunks(const Chunk* to, int32_t first, const Rows& rows, const void* any) const {
     const uint32_t of_lane = to->address() + fmha::mma::word_offset<Chunk>(4 * warp + lane / 8, lane % 8 * 8);
     const int32_t first_column = first * kSpan + lane % 8 * 8;
-    Row from[kRowsOfLane];
+    Row from[Rows::count];
 #pragma unroll
-    for (int k = 0; k < kRowsOfLane; ++k)
+    for (int k = 0; k < Rows::count; ++k)
       from[k] = rows.of_lane[k] ? rows.of_lane[k] + first_column : static_cast<Row>(any);
     // Copies row by row, so that neighbouring lines of memory are requested one after another.
 #pragma unroll
-    for (int k = 0; k < kRowsOfLane; ++k) {
+    for (int k = 0; k < Rows::count; ++k) {
 #pragma unroll
       for (int chunk = 0; chunk < count; ++chunk) {
         const int32_t column = chunk * kSpan;
         const int32_t there = rows.of_lane[k] == nullptr ? 0 : whole ? 8 : clamp(dim - first_column - column, 0, 8);
         // Without elements nothing is read.
-        ptx::cp_async<16>(of_lane + chunk * Chunk::tile_bytes + k * kRowsApart * Chunk::span_bytes,
+        ptx::cp_async<16>(of_lane + chunk * Chunk::tile_bytes + k * Rows::apart * Chunk::span_bytes,
                           whole || there > 0 ? from[k] + column : static_cast<Row>(any), 2 * there);
       }
     }
@@ -466,7 +450,7 @@ struct Loader {
     copier.flush();
   }
   FMHA_DEVICE void load_q() {
-    copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, told(query_row()), p.q.data);
+    copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, told(query_row_of(p, work, found_row)), p.q.data);
     if constexpr (counts_q(tile)) {
       ptx::cp_async_mbarrier_arrive(smem.q_full);
     } else {
