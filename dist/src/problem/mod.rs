@@ -81,8 +81,8 @@ impl Problem {
     }
 
     /// Gradients of tensors that the score function captures, for a backward plan: one for each of
-    /// [`BwdArgs::dcaptured`](fmha::BwdArgs::dcaptured). Sums over ranks are made in f32, in the order of the ranks, and
-    /// rounded once.
+    /// [`BwdArgs::dcaptured`](fmha::BwdArgs::dcaptured). Sums over ranks are made in f32, in the order of the ranks,
+    /// and rounded once.
     #[must_use]
     pub fn dcaptured(mut self, dcaptured: Vec<CapturedGrad>) -> Self {
         self.dcaptured = dcaptured;
