@@ -58,6 +58,8 @@ pub mod sparse;
 mod view;
 
 pub use fmha_core::block_scales;
+#[doc(hidden)]
+pub use fmha_core::built_in;
 pub use fmha_core::quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 pub use half::{bf16, f16};
 
@@ -71,11 +73,11 @@ pub use fmha_core::{
     Dropout, DropoutSeed, Elem, ElemType, ElementwiseBias, Error, Event, Explain, Extents, FmhaBackend,
     FwdArgs, FwdPlan, FwdProblem, Intervals, KeyLists, KvLayout, Launch, LaunchShape, Layouts, ListEntries,
     ListLength, ListsCall, MAX_ARRIVALS, MaskAlign, MaskArgs, MaskAxes, MaskBits, MaskObject, MaskShape,
-    MaskSpec, Masks, MemorySpace, Merge, Operation, Part, PartialResult, Peers, Plan, PlanOptions, PlanParts,
-    Planned, Problem, ProblemError, Promises, QLayout, QuantizeArgs, QuantizePlan, Queues, Recording,
-    Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SecondArgs,
-    SecondCache, SeqArgs, Shape, SmallOutputs, Step, Stream, Strides, TensorStrides, TileLists, TileOf,
-    Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word, Workspace, expr,
+    MaskSpec, Masks, MemorySpace, Merge, Operation, Part, PartNumber, PartialResult, Peers, Plan,
+    PlanOptions, PlanParts, Planned, Problem, ProblemError, Promises, QLayout, QuantizeArgs, QuantizePlan,
+    Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs,
+    ScoreSums, SecondArgs, SecondCache, SeqArgs, Shape, SmallOutputs, Step, Stream, Strides, TensorStrides,
+    TileLists, TileOf, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word, Workspace, expr,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

@@ -1198,6 +1198,8 @@ int fmha_dist_rows(int32_t partition,
 // Plans a call over the ranks of `group`, which all plan it together. `problem` has the sizes of the whole: those
 // of one device that had all rows; its strides are those of this rank's rows, contiguous: Q and O [batch, own rows,
 // num_heads_q, head_dim], K and V likewise; packed, the batch is no axis. A bias is [.., own queries, all keys].
+// Masks as data, functions and what they capture are those of the whole, on every rank, and so are the gradients of
+// captured tensors: the same bits on every rank.
 // A rank without queries says write_lse and the bias as the other ranks do, or leaves them out.
 // Paged, appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.

@@ -116,8 +116,8 @@ pub use plan::{
 };
 pub use problem::{
     BlockScales, CacheRows, CacheScales, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout,
-    Extents, FwdProblem, KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score,
-    SecondCache, SmallOutputs, TensorStrides, ValidFwd,
+    Extents, FwdProblem, KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, PartNumber, Scales,
+    Score, SecondCache, SmallOutputs, TensorStrides, ValidFwd,
 };
 pub use quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 pub use queues::Queues;

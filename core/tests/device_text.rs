@@ -27,7 +27,7 @@ struct Pair {
   const int* stored;
   float number(int) const { return 0.625f; }
   long long whole_number(int) const { return -2; }
-  int extent(int, int) const { return 5; }
+  unsigned extent(int, int) const { return 5; }
   static long long place(const long long* at, int rank) {
     long long place = 0;
     for (int axis = 0; axis < rank; ++axis) place = place * 5 + at[axis];
@@ -170,7 +170,7 @@ struct Tile {
   const int* stored;
   Pair captures() const { return {0, 0, 0, 0, 0, 0, stored}; }
   long long whole_number(int i) const { return captures().whole_number(i); }
-  int extent(int i, int axis) const { return captures().extent(i, axis); }
+  unsigned extent(int i, int axis) const { return captures().extent(i, axis); }
   long long load_int(int i, const long long* at) const { return captures().load_int(i, at); }
 };
 ";

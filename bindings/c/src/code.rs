@@ -5,7 +5,7 @@ use std::ffi::{CString, c_char};
 
 use fmha::expr::{CaptureKind, Function, Number, Stored, Type};
 use fmha::{
-    CapturedGrad, CapturedTensor, DType, DevSlice, DevSliceMut, ElemType, FwdProblem, ProblemError, ValidBwd,
+    CapturedGrad, CapturedTensor, Code, DType, DevSlice, DevSliceMut, ElemType, FwdProblem, ProblemError,
 };
 
 use crate::Result;
@@ -272,17 +272,18 @@ impl Memory {
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
     pub(crate) unsafe fn dcaptured<'a>(
         self,
-        problem: &ValidBwd,
+        code: &Code,
+        wanted: &[CapturedGrad],
         args: &CapturedArgs<'_>,
     ) -> Vec<DevSliceMut<'a>> {
-        let wanted = args.given.iter().filter(|captured| !captured.grad.is_null());
-        let sizes = problem.dcaptured.iter().zip(problem.captured_elems());
-        let slice = |((grad, elems), captured): ((&CapturedGrad, u64), &FmhaCapturedArgs)| {
-            let bytes = elems.saturating_mul(grad.dtype.size_bytes());
+        let given = args.given.iter().filter(|captured| !captured.grad.is_null());
+        let slice = |(wanted, captured): (&CapturedGrad, &FmhaCapturedArgs)| {
+            let elems = code.tensor(&wanted.name).map_or(0, CapturedTensor::num_elems);
+            let bytes = elems.saturating_mul(wanted.dtype.size_bytes());
             // SAFETY: the caller keeps the contract of `dcaptured`.
-            unsafe { self.write(captured.grad.cast(), bytes, grad.dtype) }
+            unsafe { self.write(captured.grad.cast(), bytes, wanted.dtype) }
         };
-        sizes.zip(wanted).map(slice).collect()
+        wanted.iter().zip(given).map(slice).collect()
     }
 }
 

@@ -358,7 +358,7 @@ impl FmhaPlan {
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
             args.masks = memory.masks_or_built(fwd, given, totals, built.as_deref())?;
-            args.dcaptured = memory.dcaptured(problem, &captured);
+            args.dcaptured = memory.dcaptured(&fwd.code, &problem.dcaptured, &captured);
             args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
             plan.run_on_raw(&mut args, given.stream as u64)
         }

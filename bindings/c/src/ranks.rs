@@ -7,9 +7,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use fmha::{BwdArgs, DType, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
+use fmha::{BwdArgs, CapturedGrad, DType, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream, Totals};
 use fmha_dist::{BwdPlan, FwdPlan, Group, MAX_RANKS, Nccl, Partition, Rendezvous};
 
+use crate::code::Captures;
 use crate::guard_text;
 use crate::host::{self, goes_with, none, size, struct_bytes, text};
 use crate::plan::{Memory, absent, present};
@@ -128,6 +129,12 @@ pub struct FmhaDistPlan {
     /// The problem of one device that has only this rank's queries. The sizes of the score's operands are read from
     /// it.
     own: FwdProblem,
+    /// The problem of one device, which says how large masks as data and captured tensors are.
+    whole: FwdProblem,
+    dcaptured: Vec<CapturedGrad>,
+    captures: Captures,
+    /// Rows of packed queries of the whole.
+    totals: Totals,
     /// Bytes of Q, K, V and O here, of LSE, and of dQ, dK and dV.
     bytes: Sizes,
     text: CString,
@@ -331,6 +338,8 @@ pub unsafe extern "C" fn fmha_dist_rows(
 /// Plans a call over the ranks of `group`, which all plan it together. `problem` has the sizes of the whole: those
 /// of one device that had all rows; its strides are those of this rank's rows, contiguous: Q and O [batch, own rows,
 /// num_heads_q, head_dim], K and V likewise; packed, the batch is no axis. A bias is [.., own queries, all keys].
+/// Masks as data, functions and what they capture are those of the whole, on every rank, and so are the gradients of
+/// captured tensors: the same bits on every rank.
 /// A rank without queries says write_lse and the bias as the other ranks do, or leaves them out.
 /// Paged, appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
@@ -429,6 +438,8 @@ impl FmhaDistPlan {
                 memory.needed("k", given.k, qkv[1], dtypes.qk)?,
                 memory.needed("v", given.v, qkv[2], dtypes.v)?,
                 memory.score(&self.own, given)?,
+                memory.masks(&self.whole, given, self.totals)?,
+                memory.captured(&self.whole, &self.captures, given)?,
             ))
         };
         // SAFETY: the caller keeps the contract of `run`.
@@ -436,7 +447,8 @@ impl FmhaDistPlan {
             present(name, at, bytes)?;
             Ok::<_, Error>(memory.write(at.cast(), bytes, dtype))
         };
-        let (q, k, v, score) = inputs().map_err(told)?;
+        let (q, k, v, score, masks, captured) = inputs().map_err(told)?;
+        let score = score.captured(captured.tensors()).numbers(captured.numbers());
         let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
         match (&mut *ready, self.gradients) {
             (Ready::Forward(plan), _) => {
@@ -447,7 +459,7 @@ impl FmhaDistPlan {
                     Ok(args)
                 };
                 let mut args = made().map_err(told)?;
-                args.score = score;
+                (args.score, args.masks) = (score, masks);
                 plan.run(&mut args, &stream)
             }
             (Ready::Backward(plan), gradients) => {
@@ -469,7 +481,9 @@ impl FmhaDistPlan {
                         ],
                     )
                     .dsink(memory.write_if("dsink", write_dsink, given.dsink, sinks, DType::F32)?)
-                    .score(score))
+                    .dcaptured(memory.dcaptured(&self.whole.code, &self.dcaptured, &captured))
+                    .score(score)
+                    .masks(masks))
                 };
                 plan.run(&mut made().map_err(told)?, &stream)
             }
@@ -491,8 +505,7 @@ impl FmhaDistPlan {
         );
         absent!(given, "it", block_table, keep_mask, row_max, head_max, key_sum, scale_o, dbias, dlse);
         absent!(given, "it", k_new, v_new, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask);
-        absent!(given, "it", indices, topk_length, intervals, mask_bits, kv_num_blocks, kv_indices);
-        absent!(given, "it", full_kv_num_blocks, full_kv_indices, built, second, captured);
+        absent!(given, "it", indices, topk_length, built, second);
         absent!(given, "it", block_scale_q, block_scale_k, block_scale_v);
         absent!(given, "it: a plan over ranks has scratch of its own", workspace);
         if self.gradients.is_none() {

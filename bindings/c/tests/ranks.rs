@@ -8,9 +8,9 @@ use std::ptr::{null, null_mut};
 
 use fmha_c::{
     FMHA_BIAS_ELEMENTWISE, FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaArgs,
-    FmhaDistPlan, FmhaGradients, FmhaGroup, FmhaJoin, FmhaProblem, FmhaRanks, FmhaRun, FmhaStrides,
-    fmha_dist_drop, fmha_dist_fail, fmha_dist_join, fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text,
-    fmha_dist_rows, fmha_dist_run, fmha_last_error,
+    FmhaCaptured, FmhaCapturedArgs, FmhaCode, FmhaDistPlan, FmhaGradients, FmhaGroup, FmhaJoin, FmhaMasks,
+    FmhaProblem, FmhaRanks, FmhaRun, FmhaStrides, fmha_dist_drop, fmha_dist_fail, fmha_dist_join,
+    fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text, fmha_dist_rows, fmha_dist_run, fmha_last_error,
 };
 
 // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
@@ -137,6 +137,48 @@ fn ranks_see_each_others_keys() {
         ranks.scheme = c"ring".as_ptr();
     });
     assert!(whole.into_iter().all(|told| told.unwrap().iter().all(|o| (o - 1.0).abs() < 1e-5)));
+}
+
+/// The whole's intervals, and a function of the whole's places with a captured number, hide keys of either rank.
+#[test]
+fn ranks_ask_masks_and_functions_of_the_whole() {
+    // Each query sees keys 2 up to 6: three of rank 0 with values of 0.5, one of rank 1 with values of 1.5.
+    static ENDPOINTS: [[i32; 2 * ROWS as usize]; 2] = [[2; 10], [6; 10]];
+    for told in on_two_ranks(|_, problem, args, ranks| {
+        // SAFETY: numbers, of which all bits may be 0.
+        let none: FmhaMasks = unsafe { std::mem::zeroed() };
+        let masks = FmhaMasks {
+            struct_bytes: size_of::<FmhaMasks>() as u64,
+            endpoints: 2,
+            intervals_heads: 1,
+            intervals: FmhaStrides { batch_stride: 0, seqlen_stride: 1, head_stride: 20, dim_stride: 10 },
+            ..none
+        };
+        problem.masks = Box::leak(Box::new(masks));
+        args.intervals = ENDPOINTS.as_ptr().cast();
+        ranks.scheme = c"ring".as_ptr();
+    }) {
+        assert!(told.unwrap().iter().all(|o| (o - 0.75).abs() < 1e-5));
+    }
+    for told in on_two_ranks(|_, problem, args, ranks| {
+        // SAFETY: numbers and pointers, of which all bits may be 0.
+        let (captured, given): (FmhaCaptured, FmhaCapturedArgs) = unsafe { std::mem::zeroed() };
+        // SAFETY: numbers and pointers, of which all bits may be 0.
+        let none: FmhaCode = unsafe { std::mem::zeroed() };
+        let captured = FmhaCaptured { name: c"last".as_ptr(), ..captured };
+        let code = FmhaCode {
+            struct_bytes: size_of::<FmhaCode>() as u64,
+            mask: c"last: int; k >= 2 and k < last".as_ptr(),
+            captured: Box::leak(Box::new(captured)),
+            num_captured: 1,
+            ..none
+        };
+        problem.code = Box::leak(Box::new(code));
+        args.captured = Box::leak(Box::new(FmhaCapturedArgs { integer: 6, ..given }));
+        ranks.scheme = c"gather".as_ptr();
+    }) {
+        assert!(told.unwrap().iter().all(|o| (o - 0.75).abs() < 1e-5));
+    }
 }
 
 /// Rank 1 has keys and no query: what has no elements is null there, LSE, the bias and gradients too.

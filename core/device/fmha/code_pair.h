@@ -21,8 +21,9 @@ struct CodePair {
 
   FMHA_DEVICE float number(int i) const { return float_of(uint32_t(words[Layout::word(i)])); }
   FMHA_DEVICE int64_t whole_number(int i) const { return int64_t(words[Layout::word(i)]); }
-  FMHA_DEVICE int32_t extent(int i, int axis) const {
-    return int32_t(words[Layout::word(i) + 1 + Layout::rank(i) + axis]);
+  // An extent is below 2^32.
+  FMHA_DEVICE uint32_t extent(int i, int axis) const {
+    return uint32_t(words[Layout::word(i) + 1 + Layout::rank(i) + axis]);
   }
   FMHA_DEVICE int64_t place(int i, const int64_t* at) const {
     int64_t place = 0;
@@ -65,7 +66,7 @@ struct CodeTile {
 
   FMHA_DEVICE CodePair<Layout> captures() const { return {0, 0, 0, 0, 0, 0, words}; }
   FMHA_DEVICE int64_t whole_number(int i) const { return captures().whole_number(i); }
-  FMHA_DEVICE int32_t extent(int i, int axis) const { return captures().extent(i, axis); }
+  FMHA_DEVICE uint32_t extent(int i, int axis) const { return captures().extent(i, axis); }
   FMHA_DEVICE int64_t load_int(int i, const int64_t* at) const { return captures().load_int(i, at); }
 };
 

@@ -52,8 +52,10 @@ struct MaskClasses {
     int32_t num_there = 0, num_full = 0;
     for (int32_t q = blocks_q.begin; q < blocks_q.end; ++q) {
       for (int32_t k = blocks_k.begin; k < blocks_k.end; ++k) {
-        const bool full = lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, k);
-        const bool there = full || lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, k);
+        const int32_t block = k + m.first_block_k;
+        const bool full =
+            lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, block);
+        const bool there = full || lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, block);
         num_full += full ? 1 : 0;
         num_there += there ? 1 : 0;
       }
@@ -70,8 +72,8 @@ struct MaskClasses {
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
     int32_t before = 0, most = 0;  // keys of one interval
     for (int32_t at = 0; at < m.endpoints; at += 2) {
-      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
-      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      const int32_t begin = max(DataMasks::endpoint(m, span.storage_batch, head, row, at), before);
+      before = max(DataMasks::endpoint(m, span.storage_batch, head, row, at + 1), begin);
       most = max(most, min(before, keys.end) - max(begin, keys.begin));
     }
     return {most == 0, most == keys.end - keys.begin};

@@ -13,6 +13,11 @@ struct DataMasks {
     return x.data[batch * x.batch + head * x.head + row * x.row + column * x.dim];
   }
 
+  // An endpoint of the intervals, counted from the call's first key. One below 0 is 0, as its row's first one is.
+  static FMHA_DEVICE int32_t endpoint(const MaskDataParams& m, int32_t batch, int32_t head, int32_t row, int32_t at) {
+    return max(word(m.intervals, batch, head, row, at), 0) - m.first_key;
+  }
+
   // Whether the first entries of a row of indices have the block. A count beyond the row's room is cut. Loops carry
   // numbers, since clang has a bool that leaves a loop by two ways begin undefined in lanes that are off.
   static FMHA_DEVICE bool lists(const MaskTensor& counts, const MaskTensor& indices, int32_t most, int32_t batch,
@@ -30,8 +35,8 @@ struct DataMasks {
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
     int32_t before = 0, inside = 0;
     for (int32_t at = 0; at < m.endpoints; at += 2) {
-      const int32_t begin = max(word(m.intervals, span.storage_batch, head, row, at), before);
-      before = max(word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      const int32_t begin = max(endpoint(m, span.storage_batch, head, row, at), before);
+      before = max(endpoint(m, span.storage_batch, head, row, at + 1), begin);
       inside |= j >= begin && j < before ? 1 : 0;
     }
     return inside != 0;
@@ -54,7 +59,7 @@ struct DataMasks {
   FMHA_DEVICE Shown shown(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     int32_t full = 0, asked = 1;
     if (m.block_q != 0) {
-      const int32_t head = i_head / m.lists_ratio, row = i / m.block_q, block = j / m.block_k;
+      const int32_t head = i_head / m.lists_ratio, row = i / m.block_q, block = j / m.block_k + m.first_block_k;
       full = lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, row, block);
       asked = lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, row, block);
     }

@@ -37,8 +37,8 @@ struct ShownWords {
       for (int w = 0; w < words; ++w) shown.seen[w] = 0;
 #pragma unroll 1
       for (int32_t at = 0; at < m.endpoints; at += 2) {
-        const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
-        before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+        const int32_t begin = max(DataMasks::endpoint(m, span.storage_batch, head, row, at), before);
+        before = max(DataMasks::endpoint(m, span.storage_batch, head, row, at + 1), begin);
 #pragma unroll
         for (int w = 0; w < words; ++w) shown.seen[w] |= bits_between(begin - first - 32 * w, before - first - 32 * w);
       }
@@ -111,13 +111,14 @@ struct ShownWords {
   FMHA_DEVICE void for_each_listed(const SeqSpan& span, int32_t i_head, Range rows, Range keys, Take take) const {
     const MaskDataParams& m = masks.m;
     const int32_t head = i_head / m.lists_ratio, end = (rows.end - 1) / m.block_q;
-    const Range blocks = {keys.begin / m.block_k, (keys.end - 1) / m.block_k + 1};
+    const int32_t first_block = m.first_block_k;
+    const Range blocks = {keys.begin / m.block_k + first_block, (keys.end - 1) / m.block_k + 1 + first_block};
 #pragma unroll 1
     for (int32_t q = rows.begin / m.block_q; q <= end; ++q) {
       in_list(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, blocks,
-              [&](int32_t k) { take(q, k, false); });
+              [&](int32_t k) { take(q, k - first_block, false); });
       in_list(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, blocks,
-              [&](int32_t k) { take(q, k, true); });
+              [&](int32_t k) { take(q, k - first_block, true); });
     }
   }
   template <class Take>

@@ -153,7 +153,7 @@ struct TileLister {
     if constexpr (Group::has_atomics) {
 #pragma unroll 1
       for (int32_t at = Group::thread(); at < count; at += Group::threads) {
-        const int32_t listed = DataMasks::word(indices, batch, head, q, at);
+        const int32_t listed = max(DataMasks::word(indices, batch, head, q, at), -1) - keys.masks.m.first_block_k;
         if (listed < 0) continue;
         const int64_t begin = listed * block_k / block_n, end = (listed * block_k + block_k - 1) / block_n;
         const int32_t lowest = int32_t(max<int64_t>(begin, last - (Group::threads - 1)));
@@ -170,7 +170,8 @@ struct TileLister {
       for (int32_t first = 0; first < count; first += Group::threads) {
         const int32_t at = first + Group::thread(), num = min(count - first, Group::threads);
         Group::barrier();
-        shared.entries[Group::thread()] = at < count ? DataMasks::word(indices, batch, head, q, at) : -1;
+        const int32_t entry = at < count ? max(DataMasks::word(indices, batch, head, q, at), -1) : -1;
+        shared.entries[Group::thread()] = entry - keys.masks.m.first_block_k;
         Group::barrier();
 #pragma unroll 1
         for (int32_t e = 0; e < num; ++e) {

@@ -206,8 +206,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// Refuses a problem for kernels that compute functions, or read masks as data.
     ///
     /// # Errors
-    /// Features that such kernels do not combine with: a tree mask, lists of keys, and a part of a larger call,
-    /// since code would get wrong positions.
+    /// Features that such kernels do not combine with: a tree mask and lists of keys.
     #[doc(hidden)]
     fn refuse_beside_code(&self, _kernel: &str) -> Result<(), Refusal> {
         Ok(())
@@ -230,10 +229,9 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
 fn refuse_beside_code(problem: &FwdProblem, kernel: &str) -> Result<(), Refusal> {
     let refused = problem.code.refuse(kernel).and_then(|()| problem.masks.refuse(kernel));
     let Err(refusal) = refused else { return Ok(()) };
-    let what = match (problem.cache.tree_mask, problem.part.is_whole(), problem.lists) {
-        (true, ..) => "beside tree_mask".to_owned(),
-        (_, false, _) => "in a part of a larger call (position_q, position_k)".to_owned(),
-        (.., Some(lists)) => format!("beside indices of topk {}", lists.topk),
+    let what = match (problem.cache.tree_mask, problem.lists) {
+        (true, _) => "beside tree_mask".to_owned(),
+        (false, Some(lists)) => format!("beside indices of topk {}", lists.topk),
         _ => return Ok(()),
     };
     let reason = format!("{} {what}", refusal.reason);

@@ -6,7 +6,7 @@
 //! ```text
 //! int b, h, q, k, seqlen_q, seqlen_k;                  what Variable says
 //! float number(int i); long long whole_number(int i);  captured numbers, by the capture's place
-//! int extent(int i, int axis);                         extents of captured tensors
+//! unsigned extent(int i, int axis);                    extents of captured tensors
 //! float load_float(int i, const long long* at);        elements, by indices that are resolved already;
 //! long long load_int(int i, const long long* at);      at has an index for each axis
 //! ```
@@ -87,11 +87,11 @@ FMHA_EXPR i64 index(i64 i, i64 extent) {
   if (i < 0) i += extent;
   return i < 0 ? 0 : i < extent ? i : extent - 1;
 }
-FMHA_EXPR int index(int i, int extent) {
-  if (i < 0) i += extent;
-  return i < 0 ? 0 : i < extent ? i : extent - 1;
+FMHA_EXPR unsigned index_from_0(int i, unsigned extent) { return unsigned(i) < extent ? unsigned(i) : extent - 1u; }
+FMHA_EXPR unsigned index(int i, unsigned extent) {
+  const unsigned below = 0u - unsigned(i);
+  return i >= 0 ? index_from_0(i, extent) : below < extent ? extent - below : 0u;
 }
-FMHA_EXPR int index_from_0(int i, int extent) { return i < extent ? i : extent - 1; }
 } }
 ";
 

@@ -6,7 +6,7 @@
 //! ```text
 //! expr::Bound b, h, q, k, seqlen_q, seqlen_k;          ranges of what Variable says
 //! long long whole_number(int i);                       captured integers, by the capture's place
-//! int extent(int i, int axis);                         extents of captured tensors
+//! unsigned extent(int i, int axis);                    extents of captured tensors
 //! long long load_int(int i, const long long* at);      elements of integers and bools, by resolved indices
 //! ```
 

@@ -10,6 +10,7 @@
 //!   derive        derivatives, through the score and to captures           derive
 //!   bounds        its values over a tile, by interval arithmetic           bounds
 //!   forms         bands, soft-cap, ALiBi: what kernels have built in       forms
+//!   part          the same function for a part of a larger whole           part
 //!   device        C++ that g++, NVRTC and clang compile                    device
 //!                 and its bounds over a tile there                         device_bounds
 //! ```
@@ -38,6 +39,7 @@ pub mod draw;
 mod eval;
 mod forms;
 mod graph;
+mod part;
 mod program;
 mod surface;
 #[cfg(test)]

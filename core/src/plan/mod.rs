@@ -18,12 +18,13 @@ pub use options::{Accuracy, PlanOptions, Promises};
 pub use sums::ScoreSums;
 pub(crate) use sums::in_order;
 
-use crate::args::{DevSlice, MaskArgs, MemorySpace, ScoreArgs, SeqArgs};
+use crate::args::{DevSlice, MaskArgs, MemorySpace, SeqArgs};
+use crate::built_in::with_slopes;
 use crate::bwd::ValidBwd;
 use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
-use crate::error::{Error, ProblemError, Refusal, Result, ensure};
+use crate::error::{Error, ProblemError, Refusal, Result};
 use crate::expr::{CaptureKind, Function, Number};
 use crate::layout::{KvLayout, QLayout, Totals};
 use crate::lengths::{check_lengths, read_host};
@@ -126,22 +127,6 @@ pub(crate) struct Folded<P> {
     pub(crate) problem: P,
     /// Index of the captured tensor that holds the call's ALiBi slopes.
     pub(crate) slopes: Option<usize>,
-}
-
-/// Operands of a score whose captured tensor of a place, the first or the last of `rest` more, is ALiBi's slopes.
-///
-/// # Errors
-/// A count of captured tensors that is not the functions', and slopes of the caller's own.
-fn with_slopes<'a>(given: &ScoreArgs<'a>, at: usize, rest: usize) -> Result<ScoreArgs<'a>> {
-    let count = given.captured.len();
-    ensure!(count == rest + 1, "captured", "captured: {count} tensors given, but {} wanted", rest + 1);
-    ensure!(
-        given.alibi_slopes.is_none(),
-        "alibi_slopes",
-        "alibi_slopes: 1 given, but the problem is without ALiBi"
-    );
-    let captured = if at == 0 { &given.captured[1..] } else { &given.captured[..rest] };
-    Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..*given })
 }
 
 /// Names the caller's captured tensors in a mistake of the slopes that one of them holds.

@@ -4,6 +4,8 @@
 //! tensor of slopes that a score captures becomes the call's ALiBi slopes for the run.
 
 use super::{CapturedTensor, FwdProblem};
+use crate::args::ScoreArgs;
+use crate::error::{ProblemError, ensure};
 use crate::expr::{AlibiTerm, Distance, Limits, ScoreForm};
 use crate::layout::{KvLayout, QLayout};
 use crate::mask::{MaskAlign, MaskShape, MaskSpec};
@@ -20,10 +22,27 @@ pub struct BuiltIn<P> {
     pub words: String,
 }
 
+/// Operands of a score whose captured tensor of a place, the first or the last of `rest` more, is ALiBi's slopes.
+///
+/// # Errors
+/// A count of captured tensors that is not the functions', and slopes of the caller's own.
+pub fn with_slopes<'a>(given: &ScoreArgs<'a>, at: usize, rest: usize) -> Result<ScoreArgs<'a>, ProblemError> {
+    let count = given.captured.len();
+    ensure!(count == rest + 1, "captured", "captured: {count} tensors given, but {} wanted", rest + 1);
+    ensure!(
+        given.alibi_slopes.is_none(),
+        "alibi_slopes",
+        "alibi_slopes: 1 given, but the problem is without ALiBi"
+    );
+    let captured = if at == 0 { &given.captured[1..] } else { &given.captured[..rest] };
+    Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..*given })
+}
+
 impl FwdProblem {
     /// The problem with what its functions have of kernels' own; `None` where they have nothing of it. A score with
     /// wanted gradients of what it captures stays a function.
-    pub(crate) fn built_in(&self, wants_captured: bool) -> Option<BuiltIn<Self>> {
+    #[must_use]
+    pub fn built_in(&self, wants_captured: bool) -> Option<BuiltIn<Self>> {
         if self.code.is_empty()
             || !self.part.is_whole()
             || self.cache.tree_mask

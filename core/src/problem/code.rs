@@ -3,7 +3,7 @@
 use crate::args::{DevSlice, ScoreArgs};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
-use crate::expr::{CaptureKind, Captured, Function, HostTensor, MAX_RANK, Number, Stored, Type};
+use crate::expr::{CaptureKind, Captured, Function, HostTensor, MAX_RANK, Number, Stored, Type, Variable};
 use crate::problem::MAX_EXTENT_BYTES;
 
 /// A score and a mask as functions of the pair ([`expr`](crate::expr)), and what they capture.
@@ -63,6 +63,15 @@ fn dense_strides(shape: &[u32]) -> Vec<i64> {
     strides
 }
 
+/// Source of a number that the functions of a part capture ([`Code::of_part`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PartNumber {
+    /// The number at this index among those of the whole's functions.
+    OfWhole(usize),
+    /// The sequence, head, query or key of the whole at which the part begins, or a length of the whole's sequence.
+    OfPart(Variable),
+}
+
 /// The gradient of a captured tensor: dense, with the tensor's shape. All of it is written: 0 where no score read
 /// an element.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,6 +105,59 @@ impl Code {
             }
         }
         numbers
+    }
+
+    /// These functions for a call that is a part of a larger one ([`Part`](crate::Part)). Functions of a call read its
+    /// own places, so those of the whole become sums of these and of captured numbers, which are arguments: parts that
+    /// begin elsewhere have the same functions. The second value says what each of [`numbers`](Self::numbers) is.
+    ///
+    /// ```
+    /// use fmha_core::{Code, PartNumber, expr::Variable};
+    ///
+    /// let mut whole = Code::default();
+    /// whole.mask = Some("k <= q".parse()?);
+    /// let (part, numbers) = whole.of_part()?;
+    /// let moved = "first_k: int; first_q: int; k + first_k <= q + first_q";
+    /// assert_eq!(part.mask.unwrap().to_string(), moved);
+    /// assert_eq!(numbers[0], PartNumber::OfPart(Variable::Key));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A function that has too many operations then.
+    pub fn of_part(&self) -> Result<(Self, Vec<PartNumber>), ProblemError> {
+        let is_taken =
+            |name: &str| self.functions().flat_map(Function::captures).any(|capture| capture.name == name);
+        let mut names: Vec<(Variable, String)> = vec![];
+        for variable in Variable::ALL.into_iter().filter(|&variable| variable != Variable::Score) {
+            let of_length = matches!(variable, Variable::SeqlenQ | Variable::SeqlenK);
+            let mut name = format!("{}_{}", if of_length { "whole" } else { "first" }, variable.name());
+            while is_taken(&name) {
+                name.push('_');
+            }
+            names.push((variable, name));
+        }
+        let name =
+            |variable| names.iter().find(|(named, _)| *named == variable).map(|(_, name)| name.as_str());
+        let moved = |field: &'static str, function: &Option<Function>| {
+            let moved = function.as_ref().map(|function| function.in_part(name)).transpose();
+            moved.map_err(|error| ProblemError::new(field, format!("{field} in a part: {error}")))
+        };
+        let code = Self {
+            score: moved("score", &self.score)?,
+            mask: moved("mask", &self.mask)?,
+            captured: self.captured.clone(),
+        };
+        let of_whole: Vec<&str> = self.numbers().into_iter().map(|(name, _)| name).collect();
+        let source = |wanted: &str| {
+            let of_part =
+                names.iter().find(|(_, name)| name == wanted).map(|(of, _)| PartNumber::OfPart(*of));
+            of_part.unwrap_or_else(|| {
+                PartNumber::OfWhole(of_whole.iter().position(|name| *name == wanted).unwrap_or(usize::MAX))
+            })
+        };
+        let numbers = code.numbers().into_iter().map(|(name, _)| source(name)).collect();
+        Ok((code, numbers))
     }
 
     /// The tensor of this name among those that the functions capture.

@@ -34,7 +34,7 @@ pub use blocks::BlockScales;
 pub(crate) use blocks::{BYTE, SCALE_NAMES};
 pub(crate) use cache_scales::CACHE_SCALE_NAMES;
 pub use cache_scales::CacheScales;
-pub use code::{CapturedGrad, CapturedTensor, Code};
+pub use code::{CapturedGrad, CapturedTensor, Code, PartNumber};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, SmallOutputs, TensorStrides};
 pub use lists::{KeyLists, ListEntries, ListLength};
 pub use part::Part;

@@ -8,7 +8,10 @@ use crate::problem::{FwdProblem, MAX_SEQLEN};
 /// Position of a call's first query, key, sequence and head in a larger whole. Mask, ALiBi and dropout use the
 /// positions of the whole, so a part has the same results as inside the whole. By default a call is the whole.
 ///
-/// An elementwise bias and the keep mask cover only the call: the caller passes slices of the whole.
+/// An elementwise bias and the keep mask cover only the call: the caller passes slices of the whole. Masks as data have
+/// rows, sequences and heads of the call, and name keys of the whole: endpoints of intervals, indices of block lists
+/// and places of bits count from its first key. Functions read the call's own places; [`Code::of_part`](crate::Code)
+/// makes the whole's functions a part's.
 ///
 /// ```
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec, Part};

@@ -1,7 +1,8 @@
 //! Attention of a piece of queries and a piece of keys.
 
-use fmha::{Bias, BwdProblem, DType, MaskShape, MaskSpec, VLayout};
+use fmha::{Bias, BwdProblem, CapturedGrad, DType, MaskShape, MaskSpec, VLayout};
 
+use super::merge::one_row;
 use super::operands::Forward;
 use super::{Builder, Given, Grads, Held, HeldLse, Operands, Partial};
 use crate::error::Result;
@@ -119,8 +120,13 @@ impl Builder<'_> {
         let [dq, dk, dv] = grads;
         // LSE has the sink in it, so only its gradient needs to know of it.
         let sink = fwd.score.sink && dsink.is_some();
+        let has_captured = fwd.code.score.is_some() && !self.whole.dcaptured.is_empty();
+        let gradients = if has_captured { &self.whole.dcaptured[..] } else { &[] };
+        let gradients: Vec<_> =
+            gradients.iter().map(|wanted| CapturedGrad { dtype: DType::F32, ..wanted.clone() }).collect();
         let problem = BwdProblem::new(fwd.sink(sink))
             .dtype_grad(DType::F32)
+            .dcaptured(gradients)
             .write_dsink(dsink.is_some())
             .strides_dout(given.dout.tensor.strides())
             .strides_dq(dq.0.tensor.strides())
@@ -139,7 +145,20 @@ impl Builder<'_> {
         ];
         let grads = grads.map(|(held, row)| held.at(row));
         let score = self.whole.score_offsets(q, k, heads);
-        self.push(Step::Backward(Box::new(Backward { plan, inputs, grads, dsink, score })));
+        // The first step writes the sums of captured tensors' gradients, later ones add to them.
+        let bytes: Vec<u64> = if has_captured { self.captured_bytes() } else { Vec::new() };
+        let terms: Vec<Buf> = bytes.iter().map(|&bytes| self.scratch(DType::F32, bytes)).collect();
+        let dcaptured = terms.iter().map(|&buf| At(buf, 0)).collect();
+        self.push(Step::Backward(Box::new(Backward { plan, inputs, grads, dsink, dcaptured, score })));
+        if self.captured.is_empty() {
+            self.captured = terms;
+            return Ok(());
+        }
+        for (at, (&term, &bytes)) in terms.iter().zip(&bytes).enumerate() {
+            let sum = self.captured[at];
+            self.add((sum, one_row(bytes)), (term, one_row(bytes)))?;
+            self.free_scratch(term, bytes);
+        }
         Ok(())
     }
 }

@@ -15,6 +15,11 @@ const PLACE: u64 = 256;
 /// Parts or terms that one merge takes on every device.
 pub(crate) const MAX_PARTS: u32 = 128;
 
+/// A row of a buffer, from its first byte on.
+pub(super) fn one_row(bytes: u64) -> Block {
+    Block { offset: 0, rows: 1, row_bytes: bytes, stride: bytes }
+}
+
 impl Builder<'_> {
     /// A partial result of a piece.
     pub(crate) fn partial(&mut self, q: &Piece, heads: u32) -> Partial {
@@ -174,6 +179,37 @@ impl Builder<'_> {
         let block = |offset| Block { offset, rows: 1, row_bytes, stride: row_bytes };
         let own = self.scratch(DType::F32, row_bytes);
         self.sum((own, block(0)), parts.iter().map(|at| (at.0, block(at.1))).collect(), DType::F32)?;
+        self.sum_over_ranks(own, row_bytes, (Buf::Dsink, DType::F32))
+    }
+
+    /// Bytes of the gradients of captured tensors, in f32.
+    pub(super) fn captured_bytes(&self) -> Vec<u64> {
+        let code = &self.whole.fwd.code;
+        let elems = |name: &str| code.tensor(name).map_or(0, fmha::CapturedTensor::num_elems);
+        self.whole.dcaptured.iter().map(|wanted| 4 * elems(&wanted.name)).collect()
+    }
+
+    /// The gradients of captured tensors: every rank's own sums, to all, added in the order of the ranks.
+    pub(crate) fn sum_captured(&mut self) -> Result<()> {
+        let bytes = self.captured_bytes();
+        let dtypes: Vec<DType> = self.whole.dcaptured.iter().map(|wanted| wanted.dtype).collect();
+        for (at, (bytes, dtype)) in bytes.into_iter().zip(dtypes).enumerate() {
+            let own = match self.captured.get(at) {
+                Some(&own) => own,
+                None => {
+                    let own = self.scratch(DType::F32, bytes);
+                    self.sum((own, one_row(bytes)), Vec::new(), DType::F32)?;
+                    own
+                }
+            };
+            self.sum_over_ranks(own, bytes, (Buf::Dcaptured(at), dtype))?;
+        }
+        Ok(())
+    }
+
+    /// Sends `row_bytes` bytes of f32 of every rank to all, which add them in the order of the ranks into `to`.
+    fn sum_over_ranks(&mut self, own: Buf, row_bytes: u64, (to, dtype): (Buf, DType)) -> Result<()> {
+        let block = |offset| Block { offset, ..one_row(row_bytes) };
         let all = self.scratch(DType::F32, row_bytes * u64::from(self.ranks()));
         let mut moves = Moves::default();
         for rank in 0..self.ranks() {
@@ -182,6 +218,6 @@ impl Builder<'_> {
         }
         self.exchange(&moves)?;
         let terms = (0..self.ranks()).map(|rank| (all, block(u64::from(rank) * row_bytes))).collect();
-        self.sum((Buf::Dsink, block(0)), terms, DType::F32)
+        self.sum((to, one_row(row_bytes / 4 * dtype.size_bytes())), terms, dtype)
     }
 }

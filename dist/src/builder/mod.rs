@@ -33,6 +33,8 @@ pub(crate) struct Builder<'a> {
     free: Vec<(Buf, u64)>,
     /// The type of each scratch buffer's elements, as it is used now.
     dtypes: Vec<DType>,
+    /// Sums in f32 of the gradients of captured tensors, once a step has written to them.
+    captured: Vec<Buf>,
 }
 
 impl<'a> Builder<'a> {
@@ -45,7 +47,7 @@ impl<'a> Builder<'a> {
             takes_turns: false,
             ranks: whole.ranks,
         };
-        Self { whole, device, options, program, free: Vec::new(), dtypes: Vec::new() }
+        Self { whole, device, options, program, free: Vec::new(), dtypes: Vec::new(), captured: Vec::new() }
     }
 
     pub(crate) fn finish(self) -> Program {
@@ -123,6 +125,10 @@ impl<'a> Builder<'a> {
         self.free.extend(held.into_iter().map(|held| (held.buf, held.tensor.bytes())));
     }
 
+    fn free_scratch(&mut self, buf: Buf, bytes: u64) {
+        self.free.push((buf, bytes));
+    }
+
     pub(crate) fn hold(&mut self, tensor: Tensor) -> Held {
         Held { buf: self.scratch(tensor.dtype, tensor.bytes()), tensor }
     }
@@ -184,7 +190,7 @@ impl<'a> Builder<'a> {
             Buf::V => dtypes.v,
             Buf::O | Buf::Dout => dtypes.o,
             Buf::Lse | Buf::Dsink => DType::F32,
-            Buf::Dq | Buf::Dk | Buf::Dv => return None,
+            Buf::Dq | Buf::Dk | Buf::Dv | Buf::Dcaptured(_) => return None,
             Buf::Scratch(number) => self.dtypes[number],
         };
         (!dtype.is_fp8()).then_some(dtype)

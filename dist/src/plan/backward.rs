@@ -19,7 +19,8 @@ pub struct BwdPlan {
 
 impl BwdPlan {
     /// Plans a backward call as [`FwdPlan::new`](super::FwdPlan::new) plans a forward one, with gradients of
-    /// type `dtype_grad`, and those of the sinks if they are wanted. Sums of dK and dV over ranks are made in
+    /// type `dtype_grad`, and those of the sinks if they are wanted; those of captured tensors as the problem
+    /// [wants them](Problem::dcaptured). Sums of dK and dV over ranks are made in
     /// f32, and rounded once.
     ///
     /// # Errors
@@ -53,9 +54,9 @@ impl BwdPlan {
     /// # Errors
     /// The rank and the field, on every rank. No output is then a result.
     pub fn run(&mut self, args: &mut BwdArgs<'_>, stream: &Stream) -> Result<()> {
-        let score = args.score;
+        let (score, masks) = (args.score, args.masks);
         let call = self.tensors(args);
-        self.planned.run(call, &score, stream)
+        self.planned.run(call, (&score, &masks), stream)
     }
 
     fn tensors<'a>(&self, args: &'a mut BwdArgs<'_>) -> Result<Call<'a>> {
@@ -79,6 +80,14 @@ impl BwdPlan {
         }
         if self.gradients.dsink {
             call.push(planned.write(Buf::Dsink, args.dsink.as_mut())?);
+        }
+        let (given, wanted) = (args.dcaptured.len(), planned.whole.dcaptured.len());
+        if given != wanted {
+            let text = format!("dcaptured: {given} gradients given, but {wanted} wanted");
+            return Err(planned.wrong("dcaptured", text));
+        }
+        for (at, gradient) in args.dcaptured.iter_mut().enumerate() {
+            call.push(planned.write(Buf::Dcaptured(at), Some(gradient))?);
         }
         Ok(call)
     }

@@ -65,6 +65,9 @@ pub(super) fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Resu
     if whole.k.cu_seqlens.is_some() {
         return Err(format!("packed rows of {} sequences are a launch each", whole.k.batch));
     }
+    if whole.fwd.asks_pairs() {
+        return Err("kernels that wait ask no function and no mask as data".to_owned());
+    }
     let runs: usize = (0..whole.ranks).map(|rank| whole.k.pieces(rank).len()).sum();
     if runs > MAX_ARRIVALS as usize {
         return Err(format!("{runs} runs of keys are more than {MAX_ARRIVALS}"));

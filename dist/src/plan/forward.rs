@@ -43,9 +43,9 @@ impl FwdPlan {
     /// # Errors
     /// The rank and the field, on every rank. No output is then a result.
     pub fn run(&mut self, args: &mut FwdArgs<'_>, stream: &Stream) -> Result<()> {
-        let score = args.score;
+        let (score, masks) = (args.score, args.masks);
         let call = self.tensors(args);
-        self.planned.run(call, &score, stream)
+        self.planned.run(call, (&score, &masks), stream)
     }
 
     fn tensors<'a>(&self, args: &'a mut FwdArgs<'_>) -> Result<Call<'a>> {

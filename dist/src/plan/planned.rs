@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use fmha::{DevSlice, DevSliceMut, Device, DropoutSeed, MemorySpace, ScoreArgs, Stream};
+use fmha::{
+    BlockList, CapturedTensor, DevSlice, DevSliceMut, Device, DropoutSeed, MaskArgs, MemorySpace, QLayout,
+    ScoreArgs, Stream, Totals, built_in,
+};
 
 use super::built::Built;
 use super::choice::{Choice, choose_for, head_groups, may_wait};
@@ -91,7 +94,7 @@ impl Planned {
     pub(super) fn run(
         &mut self,
         call: Result<Call<'_>>,
-        score: &ScoreArgs<'_>,
+        (score, masks): (&ScoreArgs<'_>, &MaskArgs<'_>),
         stream: &Stream,
     ) -> Result<()> {
         let brought = self.brought(score);
@@ -100,18 +103,28 @@ impl Planned {
         } else {
             self.group.begins(&self.says.iter().cloned().chain(brought).collect())
         };
-        let ran = begun.and_then(|()| self.run_begun(call, score, stream));
+        let ran = begun.and_then(|()| self.run_begun(call, (score, masks), stream));
         self.group.ends();
         ran
     }
 
-    fn run_begun(&mut self, call: Result<Call<'_>>, score: &ScoreArgs<'_>, stream: &Stream) -> Result<()> {
-        let call = self.check_score(score).and(call).map_err(|error| self.group.fail(error))?;
+    fn run_begun(
+        &mut self,
+        call: Result<Call<'_>>,
+        (score, masks): (&ScoreArgs<'_>, &MaskArgs<'_>),
+        stream: &Stream,
+    ) -> Result<()> {
+        let checked = self.check_score(score).and_then(|score| self.check_masks(masks).map(|()| score));
+        let (score, call) = checked
+            .and_then(|score| call.map(|call| (score, call)))
+            .map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
             return Err(self.group.fail(error));
         }
         let (streams, meeting) = (self.streams.as_ref(), self.meeting.as_ref());
-        let executor = Executor { group: &*self.group, stream, streams, score: *score, meeting };
+        let part_numbers = &self.whole.part_numbers[..];
+        let (group, masks) = (&*self.group, *masks);
+        let executor = Executor { group, stream, streams, score, masks, part_numbers, meeting };
         let Built { program, scratch, workspaces } = &mut self.built;
         let mut buffers = Buffers::new(call, std::mem::take(scratch));
         let ran = executor.run(program, &mut buffers, workspaces);
@@ -134,6 +147,9 @@ impl Planned {
                 None => "no seed".to_owned(),
             };
             says.push(("dropout".to_owned(), said));
+        }
+        if !self.whole.fwd.code.numbers().is_empty() {
+            says.push(("numbers".to_owned(), format!("{:?}", score.numbers)));
         }
         for (field, slice) in [
             ("alibi_slopes", score.alibi_slopes),
@@ -218,11 +234,119 @@ impl Planned {
             Buf::Dk => ("dk", grad(Kind::K)),
             Buf::Dv => ("dv", grad(Kind::V)),
             Buf::Dsink => ("dsink", 4 * u64::from(whole.fwd.dims.num_heads_q)),
+            Buf::Dcaptured(at) => ("dcaptured", self.captured_bytes(at)),
             Buf::Scratch(_) => ("scratch", 0),
         }
     }
 
-    fn check_score(&self, score: &ScoreArgs<'_>) -> Result<()> {
+    /// Bytes of the gradient of a captured tensor.
+    fn captured_bytes(&self, at: usize) -> u64 {
+        let (code, wanted) = (&self.whole.fwd.code, self.whole.dcaptured.get(at));
+        wanted.map_or(0, |wanted| {
+            code.tensor(&wanted.name).map_or(0, CapturedTensor::num_elems) * wanted.dtype.size_bytes()
+        })
+    }
+
+    /// Checks that every mask as data of the problem is there, whole, and no other.
+    fn check_masks(&self, given: &MaskArgs<'_>) -> Result<()> {
+        if given.built.is_some() {
+            let text =
+                format!("masks: a mask object is for one device alone, not for {} ranks", self.whole.ranks);
+            return Err(self.wrong("masks", text));
+        }
+        let fwd = &self.whole.fwd;
+        let rows = self.whole.q.partition.rows();
+        let totals = Totals { total_q: fwd.layout.q.eq(&QLayout::Packed).then_some(rows), ..Totals::NONE };
+        let lists = fwd.masks.block_lists;
+        let of = |list: Option<BlockList>| {
+            lists.zip(list).map(|(lists, list)| {
+                [(list.counts, 1), (list.indices, list.max_blocks)]
+                    .map(|(strides, most)| (strides, fwd.shape_block_lists(&lists, most)))
+            })
+        };
+        let [num, index] = of(lists.and_then(|lists| lists.partial)).map_or([None; 2], |both| both.map(Some));
+        let [full_num, full_index] =
+            of(lists.and_then(|lists| lists.full)).map_or([None; 2], |both| both.map(Some));
+        let intervals = fwd.masks.intervals.map(|it| (it.strides, fwd.shape_intervals(&it, totals)));
+        let bits = fwd.masks.bits.map(|it| (it.strides, fwd.shape_mask_bits(&it, totals)));
+        for (name, slice, wanted) in [
+            ("intervals", given.intervals, intervals),
+            ("mask_bits", given.bits, bits),
+            ("kv_num_blocks", given.kv_num_blocks, num),
+            ("kv_indices", given.kv_indices, index),
+            ("full_kv_num_blocks", given.full_kv_num_blocks, full_num),
+            ("full_kv_indices", given.full_kv_indices, full_index),
+        ] {
+            let wanted = wanted.map(|(strides, shape)| 4 * strides.extent(shape).unwrap_or(u64::MAX / 4));
+            self.check_whole(name, slice.as_ref(), wanted)?;
+        }
+        Ok(())
+    }
+
+    /// Checks an operand that every rank has whole.
+    fn check_whole(&self, name: &str, slice: Option<&DevSlice<'_>>, wanted: Option<u64>) -> Result<()> {
+        match (slice, wanted) {
+            (None, None) => Ok(()),
+            (Some(slice), None) => {
+                let text = format!("{name}: {} bytes given, but the problem has none", slice.bytes());
+                Err(self.wrong(name, text))
+            }
+            (None, Some(wanted)) => {
+                Err(self.wrong(name, format!("{name} is missing: {wanted} bytes are wanted, of the whole")))
+            }
+            (Some(slice), Some(wanted)) if slice.bytes() < wanted => {
+                let text = format!("{name} has {} bytes, but the whole's are {wanted}", slice.bytes());
+                Err(self.wrong(name, text))
+            }
+            (Some(slice), Some(wanted)) if wanted > 0 && slice.space() != self.group.space() => {
+                let text = format!(
+                    "{name}, of {wanted} bytes, is in {:?} memory, not in {:?}",
+                    slice.space(),
+                    self.group.space()
+                );
+                Err(self.wrong(name, text))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the score's operands, and gives them in the form that is computed.
+    fn check_score<'a>(&self, given: &ScoreArgs<'a>) -> Result<ScoreArgs<'a>> {
+        let said = |error: fmha::ProblemError| Error::of(self.whole.rank, &error.into());
+        let code = &self.whole.fwd.code;
+        let score = match self.whole.slopes {
+            Some(at) => built_in::with_slopes(given, at, code.captured.len()).map_err(said)?,
+            None => *given,
+        };
+        self.check_operands(&score)?;
+        let (numbers, wanted) = (score.numbers, code.numbers());
+        if numbers.len() != wanted.len() {
+            let text =
+                format!("numbers: {} given, but the functions capture {}", numbers.len(), wanted.len());
+            return Err(self.wrong("numbers", text));
+        }
+        for (number, (name, kind)) in numbers.iter().zip(wanted) {
+            if number.value_type() != kind {
+                let text = format!("numbers: {name} is {number:?}, but the function reads {kind}");
+                return Err(self.wrong("numbers", text));
+            }
+        }
+        if score.captured.len() != code.captured.len() {
+            let (given, wanted) = (score.captured.len(), code.captured.len());
+            let text = format!("captured: {given} tensors given, but {wanted} wanted");
+            return Err(self.wrong("captured", text));
+        }
+        for (slice, tensor) in score.captured.iter().zip(&code.captured) {
+            let size = code.stored(&tensor.name).map_or(0, fmha::expr::Stored::size_bytes);
+            self.check_whole("captured", Some(slice), Some(tensor.extent_elems().saturating_mul(size)))
+                .map_err(|error| {
+                    Error::new(error.rank, "captured", format!("{}: {}", tensor.name, error.text))
+                })?;
+        }
+        Ok(score)
+    }
+
+    fn check_operands(&self, score: &ScoreArgs<'_>) -> Result<()> {
         if let Some(given) = score.block_scales().into_iter().flatten().next() {
             let bytes = given.bytes();
             return Err(

@@ -1,10 +1,11 @@
 //! Checks of a problem, and refusals of what this crate does not take.
 
-use fmha::{Bias, CacheUse, KvLayout, QLayout, VLayout};
+use fmha::{Bias, BwdProblem, CacheUse, KvLayout, QLayout, VLayout};
 
 use super::{Problem, Whole};
 use crate::error::{Error, Result};
 use crate::partition::{Axis, Partition};
+use crate::program::MOST_CAPTURED;
 
 impl Whole {
     /// Checks what `rank` says, and that this crate takes it.
@@ -26,11 +27,8 @@ impl Whole {
             ("seqused_k", whole.layout.seqused_k, "lengths that lie in memory are"),
             ("cache", whole.cache != CacheUse::default(), "append, rotary, quantised caches and trees are"),
             ("arrivals", whole.arrivals > 0, "keys that come while a kernel runs are"),
-            ("score_code", whole.code.score.is_some(), "a score as code is"),
-            ("mask_code", whole.code.mask.is_some(), "a mask as code is"),
             ("lists", whole.lists.is_some(), "lists of keys are"),
             ("second", whole.second.is_some(), "a second cache is"),
-            ("masks", !whole.masks.is_empty(), "a mask as data is"),
             ("block_scales", whole.block_scales.is_some(), "scales by blocks are"),
             ("outputs", !whole.outputs.is_empty(), "a small output (row_max, head_max, key_sum) is"),
             ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
@@ -44,6 +42,17 @@ impl Whole {
         let is_packed = whole.layout.q == QLayout::Packed;
         if is_packed != (whole.layout.kv == KvLayout::Packed) {
             return wrong("kv_layout", "either both queries and keys are packed, or neither".to_owned());
+        }
+        let wanted = problem.dcaptured.len();
+        if wanted > MOST_CAPTURED {
+            return wrong(
+                "dcaptured",
+                format!("{wanted} gradients of captured tensors are more than {MOST_CAPTURED}"),
+            );
+        }
+        let gradients = BwdProblem::new(whole.clone()).dcaptured(problem.dcaptured.clone());
+        if wanted > 0 {
+            gradients.validate().map_err(|error| Error::of(rank, &error.into()))?;
         }
         if is_packed && matches!(whole.score.bias, Bias::Elementwise(_)) {
             return wrong("bias", "packed rows of several ranks take ALiBi or no bias".to_owned());
@@ -77,8 +86,19 @@ impl Whole {
         if k.partition.is_replicated() && ranks > 1 {
             return wrong("partition", format!("keys that every rank has are for 1 rank, not for {ranks}"));
         }
+        // What kernels have built in shows which keys a piece sees.
+        let (fwd, slopes) = match whole.built_in(wanted > 0) {
+            Some(folded) if folded.problem.clone().validate().is_ok() => (folded.problem, folded.slopes),
+            _ => (whole.clone(), None),
+        };
+        let (code_of_part, part_numbers) =
+            fwd.code.of_part().map_err(|error| Error::of(rank, &error.into()))?;
         Ok(Self {
-            fwd: whole.clone(),
+            fwd,
+            code_of_part,
+            part_numbers,
+            slopes,
+            dcaptured: problem.dcaptured.clone(),
             rank,
             ranks,
             ranks_per_host: ranks,
@@ -105,8 +125,7 @@ fn packed_rows(field: &str, cu_seqlens: &[u32], batch: u32, side: &str, seqlen: 
 
 #[cfg(test)]
 mod tests {
-    use fmha::expr::Function;
-    use fmha::{DType, Dims, FwdProblem, Intervals, MaskAxes};
+    use fmha::{CapturedGrad, DType, Dims, FwdProblem};
 
     use super::*;
 
@@ -136,16 +155,20 @@ mod tests {
             ("seqused_q", whole.clone().seqused_q(true)),
             ("seqused_k", whole.clone().seqused_k(true)),
             ("arrivals", whole.clone().arrivals(4)),
-            ("score_code", whole.clone().score_code("s * 2".parse::<Function>().unwrap())),
-            ("mask_code", whole.clone().mask_code("k <= q".parse::<Function>().unwrap())),
             ("lists", whole.clone().lists(fmha::KeyLists::new(&whole, 4))),
             ("second", whole.clone().second(fmha::SecondCache::new(&whole, fmha::KvLayout::Strided, 4))),
-            ("masks", whole.clone().intervals(Intervals::batch(&whole, MaskAxes::SHARED, 2))),
             ("outputs", whole.clone().key_sum(true)),
             ("block_scales", whole.clone().with_block_scales(fmha::BlockFormat::Nvfp4)),
             ("write_keep_mask", keeps),
         ] {
             assert_eq!(field(whole), Err((1, wanted.to_owned())));
+        }
+        for wanted in [1, MOST_CAPTURED + 1] {
+            let gradient = CapturedGrad { name: "t".to_owned(), dtype: DType::F32 };
+            let problem =
+                Problem::new(whole.clone(), Partition::contiguous(8, 2)).dcaptured(vec![gradient; wanted]);
+            let refused = Whole::new(&problem, 1, 2).map(|_| ()).unwrap_err();
+            assert_eq!((refused.rank, &*refused.field), (1, "dcaptured"), "{refused}");
         }
     }
 }

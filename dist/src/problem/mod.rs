@@ -11,7 +11,7 @@ mod whole;
 pub(crate) use tensor::{Kind, LseRows, Tensor};
 pub(crate) use whole::{Heads, ScoreOffsets, Whole};
 
-use fmha::{Bias, BiasBroadcast, DType, ElementwiseBias, FwdProblem, Strides};
+use fmha::{Bias, BiasBroadcast, CapturedGrad, DType, ElementwiseBias, FwdProblem, Masks, Strides};
 
 use crate::agree::AS_OTHERS;
 use crate::partition::Partition;
@@ -23,6 +23,10 @@ use crate::partition::Partition;
 /// rows are those of the packed tensor. The strides of `whole` play no part, its bias' apart: an elementwise
 /// bias is `[.., own queries, all keys]`. Operands that have no rows (ALiBi's slopes, sinks, descales) are
 /// the same on every rank.
+///
+/// So are masks as data and tensors that functions capture: those of one device, whole, on every rank. Functions read
+/// places of the whole, and masks as data name its queries and keys. Gradients of captured tensors are the whole's
+/// too, on every rank.
 ///
 /// ```
 /// use fmha::{DType, Dims, FwdProblem, MaskSpec};
@@ -48,6 +52,8 @@ pub struct Problem {
     pub cu_seqlens_q: Option<Vec<u32>>,
     /// Packed: the first row of each sequence of keys, and the end.
     pub cu_seqlens_k: Option<Vec<u32>>,
+    /// Captured tensors whose gradients a backward plan writes.
+    pub dcaptured: Vec<CapturedGrad>,
     /// Fields that `whole` cannot give on this rank, because it has no queries.
     as_others: AsOthers,
 }
@@ -69,8 +75,18 @@ impl Problem {
             k: rows,
             cu_seqlens_q: None,
             cu_seqlens_k: None,
+            dcaptured: Vec::new(),
             as_others: AsOthers::default(),
         }
+    }
+
+    /// Gradients of tensors that the score function captures, for a backward plan: one for each of
+    /// [`BwdArgs::dcaptured`](fmha::BwdArgs::dcaptured). Sums over ranks are made in f32, in the order of the ranks,
+    /// and rounded once.
+    #[must_use]
+    pub fn dcaptured(mut self, dcaptured: Vec<CapturedGrad>) -> Self {
+        self.dcaptured = dcaptured;
+        self
     }
 
     /// Keys at rows of their own: cross attention, or a cache that is split where the queries are not.
@@ -144,6 +160,11 @@ impl Problem {
             ("softcap", whole.score.softcap.map_or("none".to_owned(), |softcap| softcap.to_string())),
             ("bias", said(self.as_others.bias, bias_words(whole.score.bias))),
             ("sink", whole.score.sink.to_string()),
+            ("score_code", function_words(whole.code.score.as_ref())),
+            ("mask_code", function_words(whole.code.mask.as_ref())),
+            ("captured", captured_words(whole)),
+            ("masks", mask_words(&whole.masks)),
+            ("dcaptured", format!("{:?}", self.dcaptured)),
             ("p_drop", whole.dropout.p_drop.to_string()),
             ("dtype_qk", whole.dtypes.qk.to_string()),
             ("dtype_v", whole.dtypes.v.to_string()),
@@ -159,6 +180,28 @@ impl Problem {
         ];
         fields.into_iter().map(|(field, text)| (field.to_owned(), text)).collect()
     }
+}
+
+fn function_words(function: Option<&fmha::expr::Function>) -> String {
+    function.map_or("none".to_owned(), ToString::to_string)
+}
+
+/// Names and shapes: strides belong to this rank.
+fn captured_words(whole: &FwdProblem) -> String {
+    let words = |tensor: &fmha::CapturedTensor| format!("{} {:?}", tensor.name, tensor.shape);
+    whole.code.captured.iter().map(words).collect::<Vec<_>>().join(", ")
+}
+
+/// The masks without their strides, which belong to this rank.
+fn mask_words(masks: &Masks) -> String {
+    let mut words = Vec::new();
+    words.extend(masks.intervals.map(|it| format!("intervals {:?} {}", it.axes, it.endpoints)));
+    words.extend(masks.bits.map(|it| format!("mask_bits {:?}", it.axes)));
+    words.extend(masks.block_lists.map(|it| {
+        let room = [it.partial, it.full].map(|list| list.map(|list| list.max_blocks));
+        format!("block_lists {:?} {} x {}, {room:?}", it.axes, it.block_q, it.block_k)
+    }));
+    words.join(", ")
 }
 
 fn bias_words(bias: Bias) -> String {

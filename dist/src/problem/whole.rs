@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use fmha::{Bias, DType, Descale, FwdProblem};
+use fmha::expr::Variable;
+use fmha::{Bias, BlockList, CapturedGrad, Code, DType, Descale, FwdProblem, MaskAxes, Masks, PartNumber};
 
 use super::{Kind, LseRows, Tensor};
 use crate::partition::{Axis, Piece};
@@ -10,7 +11,15 @@ use crate::partition::{Axis, Piece};
 /// A problem that was checked, as one rank sees it.
 #[derive(Clone, Debug)]
 pub(crate) struct Whole {
+    /// The problem of one device, with functions in the form that kernels have built in, as far as they are.
     pub(crate) fwd: FwdProblem,
+    /// The functions of a part, and the source of each of their numbers.
+    pub(crate) code_of_part: Code,
+    pub(crate) part_numbers: Vec<PartNumber>,
+    /// Index of the captured tensor that holds the call's `ALiBi` slopes.
+    pub(crate) slopes: Option<usize>,
+    /// Captured tensors whose gradients are wanted.
+    pub(crate) dcaptured: Vec<CapturedGrad>,
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
     /// Number of neighbouring ranks with links faster than those to other ranks; `ranks` if all links are
@@ -62,7 +71,7 @@ impl Whole {
     /// Numbers of keys that each query of a piece sees in a piece of the same sequences.
     fn seen(&self, q: &Piece, k: &Piece) -> impl Iterator<Item = usize> {
         let (rows, keys) = (q.rows(), k.rows());
-        let band = self.part(q, k, &self.all_heads()).band(rows, keys);
+        let band = self.banded_part(q, k, &self.all_heads()).band(rows, keys);
         (0..rows).map(move |i| band.k_range(i..i + 1, keys).len() + band.sink_range(i..i + 1, keys).len())
     }
 
@@ -81,8 +90,45 @@ impl Whole {
         self.seen(q, k).sum::<usize>() as u64 * u64::from(q.num_sequences())
     }
 
-    /// The problem of queries `q` against keys `k` with some heads: a part of the whole, contiguous.
+    /// The problem of queries `q` against keys `k` with some heads: a part of the whole, contiguous. One without keys
+    /// asks no function and no mask as data.
     pub(crate) fn part(&self, q: &Piece, k: &Piece, heads: &Heads) -> FwdProblem {
+        let mut problem = self.banded_part(q, k, heads);
+        if k.rows() > 0 {
+            let code = if problem.part.is_whole() { &self.fwd.code } else { &self.code_of_part };
+            problem.code = code.clone();
+            problem.masks = self.masks_of(heads);
+        }
+        problem
+    }
+
+    /// The masks as data of some heads: the whole's tensors from other first elements on.
+    fn masks_of(&self, heads: &Heads) -> Masks {
+        let mut masks = self.fwd.masks;
+        let axes = |axes: MaskAxes| MaskAxes { heads: self.mask_heads(axes, heads).len() as u32, ..axes };
+        if let Some(intervals) = &mut masks.intervals {
+            intervals.axes = axes(intervals.axes);
+        }
+        if let Some(bits) = &mut masks.bits {
+            bits.axes = axes(bits.axes);
+        }
+        if let Some(lists) = &mut masks.block_lists {
+            lists.axes = axes(lists.axes);
+        }
+        masks
+    }
+
+    /// Heads of a mask that some heads read.
+    fn mask_heads(&self, axes: MaskAxes, heads: &Heads) -> Range<u32> {
+        match axes.heads {
+            1 => 0..1,
+            of if of == self.fwd.dims.num_heads_q => heads.q.clone(),
+            _ => heads.kv.clone(),
+        }
+    }
+
+    /// As [`part`](Self::part), with the band alone to hide pairs.
+    fn banded_part(&self, q: &Piece, k: &Piece, heads: &Heads) -> FwdProblem {
         let whole = &self.fwd;
         let dims = fmha::Dims {
             batch: q.num_sequences(),
@@ -189,7 +235,68 @@ impl Whole {
             _ => 0,
         };
         let descales = [scales.descale_q, scales.descale_k, scales.descale_v].map(descale);
-        ScoreOffsets { bias, alibi: 4 * alibi, sink: 4 * head, descales }
+        let masks = self.mask_offsets(q, heads);
+        let places =
+            [q.sequences.start, heads.q.start, q.positions.start, k.positions.start, q.seqlen, k.seqlen];
+        ScoreOffsets { bias, alibi: 4 * alibi, sink: 4 * head, descales, masks, places }
+    }
+
+    /// Offsets in bytes of the tensors of masks as data, in the order of [`ScoreOffsets::masks`].
+    fn mask_offsets(&self, q: &Piece, heads: &Heads) -> [u64; 6] {
+        let masks = &self.fwd.masks;
+        let is_packed = self.q.cu_seqlens.is_some();
+        let first = |axes: MaskAxes, strides: fmha::Strides, row: u32, by_sequence: bool| {
+            let batch = if axes.per_batch && by_sequence { q.sequences.start } else { 0 };
+            let head = self.mask_heads(axes, heads).start;
+            let at = i64::from(batch) * strides.batch
+                + i64::from(head) * strides.head
+                + i64::from(row) * strides.seq;
+            4 * at.unsigned_abs()
+        };
+        let rows = |axes, strides| first(axes, strides, q.whole_row, !is_packed);
+        let list = |list: Option<BlockList>| match (masks.block_lists, list) {
+            (Some(lists), Some(list)) => {
+                let row = q.positions.start / lists.block_q.max(1);
+                [list.counts, list.indices].map(|strides| first(lists.axes, strides, row, true))
+            }
+            _ => [0; 2],
+        };
+        let [num, index] = list(masks.block_lists.and_then(|lists| lists.partial));
+        let [full_num, full_index] = list(masks.block_lists.and_then(|lists| lists.full));
+        [
+            masks.intervals.map_or(0, |it| rows(it.axes, it.strides)),
+            masks.bits.map_or(0, |it| rows(it.axes, it.strides)),
+            num,
+            index,
+            full_num,
+            full_index,
+        ]
+    }
+
+    /// Refuses queries that begin inside a block of lists.
+    ///
+    /// # Errors
+    /// The first such queries, of any rank.
+    pub(crate) fn queries_begin_blocks(&self) -> Result<(), String> {
+        let Some(lists) = self.fwd.masks.block_lists else { return Ok(()) };
+        let pieces = (0..self.ranks).map(|rank| (rank, self.q.pieces(rank)));
+        begin_at("block_lists", "block_q", lists.block_q, "queries", pieces)
+    }
+
+    /// Refuses keys that begin inside a block of lists or a word of bits. `pieces`: those of each owner.
+    ///
+    /// # Errors
+    /// The first such keys.
+    pub(crate) fn keys_begin_blocks(
+        &self,
+        pieces: impl Iterator<Item = (u32, Vec<Piece>)> + Clone,
+    ) -> Result<(), String> {
+        let masks = &self.fwd.masks;
+        if masks.bits.is_some() {
+            begin_at("mask_bits", "a word's keys,", 32, "keys", pieces.clone())?;
+        }
+        let Some(lists) = masks.block_lists else { return Ok(()) };
+        begin_at("block_lists", "block_k", lists.block_k, "keys", pieces)
     }
 }
 
@@ -200,4 +307,43 @@ pub(crate) struct ScoreOffsets {
     pub(crate) alibi: u64,
     pub(crate) sink: u64,
     pub(crate) descales: [u64; 3],
+    /// Intervals, bits, counts and indices of the partial list, of the full list.
+    pub(crate) masks: [u64; 6],
+    /// First sequence, head, query and key in the whole, and its lengths: numbers of the functions of a part.
+    pub(crate) places: [u32; 6],
+}
+
+impl ScoreOffsets {
+    /// What a function of a part captures.
+    pub(crate) fn place(&self, variable: Variable) -> u32 {
+        let [b, h, q, k, seqlen_q, seqlen_k] = self.places;
+        match variable {
+            Variable::Score => 0,
+            Variable::Batch => b,
+            Variable::Head => h,
+            Variable::Query => q,
+            Variable::Key => k,
+            Variable::SeqlenQ => seqlen_q,
+            Variable::SeqlenK => seqlen_k,
+        }
+    }
+}
+
+/// Refuses pieces that begin inside a block.
+fn begin_at(
+    field: &str,
+    name: &str,
+    size: u32,
+    what: &str,
+    pieces: impl Iterator<Item = (u32, Vec<Piece>)>,
+) -> Result<(), String> {
+    for (owner, pieces) in pieces {
+        let begins = pieces.iter().filter(|piece| piece.rows() > 0).map(|piece| piece.positions.start);
+        if let Some(at) = begins.into_iter().find(|at| !at.is_multiple_of(size.max(1))) {
+            return Err(format!(
+                "{field}: {what} of part {owner} begin at position {at}, no multiple of {name} {size}"
+            ));
+        }
+    }
+    Ok(())
 }

@@ -1,8 +1,9 @@
 //! Execution of a program's steps.
 
+use fmha::expr::Number;
 use fmha::{
-    Arrivals, BwdArgs, CombineArgs, DevBuffer, DevSlice, FwdArgs, FwdProblem, PartialResult, ScoreArgs,
-    Stream,
+    Arrivals, BwdArgs, CombineArgs, DevBuffer, DevSlice, FwdArgs, FwdProblem, MaskArgs, PartNumber,
+    PartialResult, ScoreArgs, Stream,
 };
 
 use super::{At, Backward, Buf, Buffers, Memory, Program, Step, Streams};
@@ -17,6 +18,9 @@ pub(crate) struct Executor<'a> {
     pub(crate) stream: &'a Stream,
     pub(crate) streams: Option<&'a Streams>,
     pub(crate) score: ScoreArgs<'a>,
+    pub(crate) masks: MaskArgs<'a>,
+    /// Source of each number that the functions of a part capture.
+    pub(crate) part_numbers: &'a [PartNumber],
     /// Meeting for keys that kernels wait for.
     pub(crate) meeting: Option<&'a Meeting>,
 }
@@ -79,9 +83,12 @@ impl Executor<'_> {
                 let [to_o, to_lse] = taken else { return Ok(()) };
                 let [mut to_o, mut to_lse] = [to_o.slice_mut(), to_lse.slice_mut()];
                 let [q, k, v] = inputs.map(|at| buffers.read(at));
+                let numbers = self.numbers(*score, plan.problem());
                 let mut args = FwdArgs::new(q, k, v, to_o.skip(o.1));
                 args.lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
                 args.score = self.score(*score, plan.problem());
+                args.score.numbers = &numbers;
+                args.masks = self.masks(*score, plan.problem());
                 args.seq.arrivals = self.arrivals(plan.problem());
                 args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
                 plan.run(&mut args, stream)
@@ -133,7 +140,8 @@ impl Executor<'_> {
         workspace: &mut Option<DevBuffer>,
         stream: &Stream,
     ) -> Result<(), fmha::Error> {
-        let places: Vec<At> = step.grads.into_iter().chain(step.dsink).collect();
+        let places: Vec<At> =
+            step.grads.into_iter().chain(step.dsink).chain(step.dcaptured.iter().copied()).collect();
         let outputs: Vec<Buf> = places.iter().map(|at| at.0).collect();
         buffers.with(&outputs, |buffers, taken| {
             let [q, k, v, o, lse, dout] = step.inputs.map(|at| buffers.read(at));
@@ -143,9 +151,15 @@ impl Executor<'_> {
                 return Ok(());
             };
             let fwd = step.plan.problem().fwd();
+            let numbers = self.numbers(step.score, fwd);
+            let dsink = if step.dsink.is_some() { slices.next() } else { None };
+            let mut score = self.score(step.score, fwd);
+            score.numbers = &numbers;
             let mut args = BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv])
-                .dsink(slices.next())
-                .score(self.score(step.score, fwd))
+                .dsink(dsink)
+                .dcaptured(slices.collect::<Vec<_>>())
+                .score(score)
+                .masks(self.masks(step.score, fwd))
                 .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
             args.seq.arrivals = self.arrivals(fwd);
             step.plan.run(&mut args, stream)
@@ -170,6 +184,44 @@ impl Executor<'_> {
         score.descale_q = skip(score.descale_q, descale_q);
         score.descale_k = skip(score.descale_k, descale_k);
         score.descale_v = skip(score.descale_v, descale_v);
+        if part.code.captured.is_empty() {
+            score.captured = &[];
+        }
         score
+    }
+
+    /// The numbers that a part's functions capture.
+    fn numbers(&self, at: ScoreOffsets, part: &FwdProblem) -> Vec<Number> {
+        if part.code.is_empty() {
+            return Vec::new();
+        }
+        if part.part.is_whole() {
+            return self.score.numbers.to_vec();
+        }
+        let of = |source: &PartNumber| match *source {
+            PartNumber::OfWhole(at) => self.score.numbers.get(at).copied(),
+            PartNumber::OfPart(variable) => Some(Number::Int(at.place(variable).into())),
+        };
+        self.part_numbers.iter().filter_map(of).collect()
+    }
+
+    /// The tensors of a part's masks as data, from where its own begin.
+    fn masks(&self, at: ScoreOffsets, part: &FwdProblem) -> MaskArgs<'_> {
+        let mut masks = MaskArgs::default();
+        if part.masks.is_empty() {
+            return masks;
+        }
+        let given = &self.masks;
+        for (to, from, bytes) in [
+            (&mut masks.intervals, given.intervals, at.masks[0]),
+            (&mut masks.bits, given.bits, at.masks[1]),
+            (&mut masks.kv_num_blocks, given.kv_num_blocks, at.masks[2]),
+            (&mut masks.kv_indices, given.kv_indices, at.masks[3]),
+            (&mut masks.full_kv_num_blocks, given.full_kv_num_blocks, at.masks[4]),
+            (&mut masks.full_kv_indices, given.full_kv_indices, at.masks[5]),
+        ] {
+            *to = from.map(|slice| slice.skip(bytes));
+        }
+        masks
     }
 }

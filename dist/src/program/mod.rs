@@ -40,11 +40,16 @@ pub(crate) enum Buf {
     Dk,
     Dv,
     Dsink,
+    /// The gradient of a captured tensor.
+    Dcaptured(usize),
     Scratch(usize),
 }
 
+/// Most gradients of captured tensors that a call has.
+pub(crate) const MOST_CAPTURED: usize = 16;
+
 /// Number of buffers of a call.
-const CALLS: usize = 10;
+const CALLS: usize = 10 + MOST_CAPTURED;
 
 impl Buf {
     fn index(self) -> usize {
@@ -59,6 +64,7 @@ impl Buf {
             Buf::Dk => 7,
             Buf::Dv => 8,
             Buf::Dsink => 9,
+            Buf::Dcaptured(number) => 10 + number,
             Buf::Scratch(number) => CALLS + number,
         }
     }
@@ -76,6 +82,8 @@ pub(crate) struct Backward {
     pub(crate) inputs: [At; 6],
     pub(crate) grads: [At; 3],
     pub(crate) dsink: Option<At>,
+    /// Gradients of captured tensors, in f32.
+    pub(crate) dcaptured: Vec<At>,
     pub(crate) score: ScoreOffsets,
 }
 
@@ -167,6 +175,7 @@ impl Step {
             Step::Backward(step) => {
                 let mut writes = bufs(&step.grads);
                 writes.extend(step.dsink.map(|at| at.0));
+                writes.extend(bufs(&step.dcaptured));
                 (bufs(&step.inputs), writes)
             }
             Step::Combine { parts, o, lse, .. } => {

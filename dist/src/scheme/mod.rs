@@ -92,9 +92,24 @@ impl Scheme {
                 return refuse(wish, format!("{wish} true is not kept: {what} {} ranks", whole.ranks));
             }
         }
+        let of_ranks = || (0..whole.ranks).map(|rank| (rank, whole.k.pieces(rank)));
+        let aligned = match self {
+            Self::Ulysses => Ok(()),
+            Self::Gather | Self::Mixed => whole.queries_begin_blocks(),
+            Self::Ring | Self::Decode => {
+                whole.queries_begin_blocks().and_then(|()| whole.keys_begin_blocks(of_ranks()))
+            }
+        };
+        aligned.or_else(|text| refuse("masks", text))?;
         match self {
             Self::Gather | Self::Ring => Ok(()),
-            Self::Mixed => ring::takes_hosts(whole),
+            Self::Mixed => {
+                ring::takes_hosts(whole)?;
+                let axis = whole.k.by_hosts(whole.ranks_per_host)?;
+                let hosts = 0..whole.ranks / whole.ranks_per_host;
+                let of_hosts = hosts.map(|host| (host, axis.pieces(host)));
+                whole.keys_begin_blocks(of_hosts).or_else(|text| refuse("masks", text))
+            }
             Self::Ulysses => ulysses::takes(whole),
             Self::Decode => decode::takes(whole, backward),
         }
@@ -127,6 +142,7 @@ impl Scheme {
             Self::Ulysses => ulysses::backward(&mut builder, wanted),
             Self::Decode => decode::takes(whole, true),
         }?;
+        builder.sum_captured()?;
         Ok(builder.finish())
     }
 }

@@ -104,8 +104,8 @@ struct ShownBlocks {
     BitsIn<n> seen = 0;
 #pragma unroll 1
     for (int32_t at = 0; at < m.endpoints; at += 2) {
-      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
-      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      const int32_t begin = max(DataMasks::endpoint(m, span.storage_batch, head, row, at), before);
+      before = max(DataMasks::endpoint(m, span.storage_batch, head, row, at + 1), begin);
       seen |= RowBits<n>::between(begin - first_key, before - first_key);
     }
     return seen;
@@ -176,7 +176,7 @@ struct ShownBlocks {
     for (int32_t r = ptx::shfl_idx(min(row, last_row) / of_rows, 0); r <= end_r; ++r) {
 #pragma unroll 1
       for (int32_t c = ptx::shfl_idx(column / of_columns, 0); c <= end_c; ++c) {
-        const int32_t q = of_keys ? c : r, k = of_keys ? r : c;
+        const int32_t q = of_keys ? c : r, k = (of_keys ? r : c) + m.first_block_k;
         const bool is_full =
             DataKeys::lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, k);
         const bool there =
@@ -280,8 +280,8 @@ struct ShownBlocks {
       shown = 0;
 #pragma unroll 1
       for (int32_t at = 0; at < m.endpoints; at += 2) {
-        const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
-        before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+        const int32_t begin = max(DataMasks::endpoint(m, span.storage_batch, head, row, at), before);
+        before = max(DataMasks::endpoint(m, span.storage_batch, head, row, at + 1), begin);
         shown |= bits_between(begin - first, before - first);
       }
     }

@@ -7,7 +7,7 @@
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{
     Bias, BiasBroadcast, BlockLists, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, Intervals,
-    MaskAxes, MaskBits, QLayout, Shape, Strides,
+    MaskAxes, MaskBits, Part, QLayout, Shape, Strides,
 };
 
 use super::decode::in_pages;
@@ -16,7 +16,7 @@ use crate::case::{Backward, Body, Case};
 use crate::init::mix;
 use crate::tensors::{Lengths, MaskNumbers};
 
-const VARIANTS: [&str; 15] = [
+const VARIANTS: [&str; 16] = [
     "batch",
     "group",
     "used",
@@ -32,6 +32,7 @@ const VARIANTS: [&str; 15] = [
     "code",
     "paged",
     "long",
+    "part",
 ];
 
 const KINDS: [&str; 6] = ["intervals", "bits", "partial", "full", "lists", "all"];
@@ -109,6 +110,12 @@ pub(super) fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (Fw
             (lengths.seqused_q, lengths.seqused_k) = (vec![150, 41], vec![99, 205]);
         }
         "window" => problem = masked(dtype, dims, "b:90,3,2"),
+        "part" => {
+            // The first key of the part begins a block of every size below.
+            let part =
+                Part { position_q: 128, position_k: 960, seqlens: Some([300, 1300]), ..Part::default() };
+            problem = masked(dtype, dims, "b").part(part);
+        }
         "softcap" => problem = problem.softcap(2.0),
         "alibi" => problem = problem.bias(Bias::Alibi { per_batch: false }),
         "bias" => {
@@ -184,7 +191,7 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
     };
     let shape = problem.shape_intervals(&intervals, lengths.totals);
     intervals.strides = spread(intervals.strides, shape, gap);
-    let seqlen_k = problem.dims.seqlen_k.cast_signed();
+    let (seqlen_k, first_key) = (problem.dims.seqlen_k.cast_signed(), problem.part.position_k.cast_signed());
     let reach = u64::from(problem.dims.seqlen_k.max(205));
     let drawn = |[b, i, h, m]: [u32; 4]| {
         // Stretches of rows have one kind each.
@@ -192,7 +199,7 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
         let kind = word(seed, [b, h, stretch, 9]) % 6;
         let edge = |n: u32| (word(seed, [b, h, stretch, 10 + n]) % (reach - 15)) as i32;
         let i = i.cast_signed();
-        match (kind, m) {
+        let endpoint: i32 = match (kind, m) {
             // Every key, and a prefix below.
             (0 | 5, 0) => 0,
             (0, 1) => i32::MAX,
@@ -211,7 +218,8 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
             (5, 1) => edge(0) + i / 3,
             // Unused pairs.
             _ => seqlen_k + 5,
-        }
+        };
+        endpoint.saturating_add(first_key)
     };
     lengths.masks.intervals = numbers(shape, intervals.strides, drawn);
     problem.masks.intervals = Some(intervals);
@@ -241,7 +249,7 @@ fn draw_lists(
     seed: u64,
 ) {
     let [block_q, block_k] = [[64, 64], [128, 32], [37, 19], [16, 48], [1, 5]][(seed % 5) as usize];
-    let blocks = problem.dims.seqlen_k.div_ceil(block_k);
+    let blocks = (problem.part.position_k + problem.dims.seqlen_k).div_ceil(block_k);
     // List capacity, larger than any row needs.
     let room = |has: bool| has.then_some(blocks + 1);
     let mut lists = BlockLists::dense(problem, axes, [block_q, block_k], room(has_partial), room(has_full));

@@ -1,5 +1,6 @@
 //! Calls that are a part of a larger one: mask, ALiBi and dropout see the positions, sequence and head of the whole.
 
+use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{Bias, BwdProblem, DType, Dims, FwdProblem, Part};
 
 use super::edges::{data, masked};
@@ -25,6 +26,9 @@ pub(crate) fn cases() -> Vec<Case> {
                     }
                 }
             }
+        }
+        for end in [(Some([300, 411]), "inside"), (None, "at_the_end")] {
+            cases.extend(both_ways(dtype, POSITIONS_K[1], "code", "b", end));
         }
         for at in REST_OF_QUAD {
             cases.extend(both_ways(dtype, at, "dropout", "b", (Some([300, 411]), "inside")));
@@ -66,6 +70,10 @@ fn part_of(dtype: DType, mask: &str, modifier: &str, part: Part) -> FwdProblem {
     let mut problem = masked(dtype, dims, mask).part(part);
     if modifier.contains("alibi") {
         problem.score.bias = Bias::Alibi { per_batch: false };
+    }
+    if modifier == "code" {
+        problem.code.score = draw::score(5, Kind::Bare).ok();
+        problem.code.mask = draw::mask(5, Kind::Bare).ok();
     }
     if modifier.contains("dropout") {
         problem.dropout.p_drop = 0.3;

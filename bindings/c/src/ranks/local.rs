@@ -3,13 +3,14 @@
 use std::ffi::{CString, c_char};
 use std::sync::{Arc, Mutex};
 
-use fmha::{DType, Device, FwdProblem};
+use fmha::{DType, Device, FwdProblem, QLayout, Totals};
 use fmha_dist::{BwdPlan, FwdPlan, Group, Options, Partition, Problem};
 
 use super::{
     FMHA_CONTIGUOUS, FMHA_REPLICATED, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaDistPlan, FmhaRanks, FmhaRun, Ready,
     Sizes, Text, refused,
 };
+use crate::code::Captures;
 use crate::host::{self, AnyPass, Choice, Given, pointed, size, struct_bytes, text};
 use crate::structs::{FMHA_BIAS_NONE, FmhaGradients, FmhaOptions, FmhaProblem, FmhaStrides};
 
@@ -34,6 +35,8 @@ pub(super) struct Local {
     device: Device,
     options: Options,
     own: FwdProblem,
+    captures: Captures,
+    totals: Totals,
     bytes: Sizes,
 }
 
@@ -67,9 +70,10 @@ impl Local {
             )
         };
         // SAFETY: the caller keeps the contract of `read`.
-        let whole = match unsafe { Given::read(&contiguous(given), host::mask(given)?)? }.problem {
-            AnyPass::Forward(problem) => problem,
-            AnyPass::Backward(problem) => problem.fwd,
+        let Given { problem, captures } = unsafe { Given::read(&contiguous(given), host::mask(given)?)? };
+        let (whole, dcaptured) = match problem {
+            AnyPass::Forward(problem) => (problem, Vec::new()),
+            AnyPass::Backward(problem) => (problem.fwd, problem.dcaptured),
         };
         let dims = whole.dims;
         let rows =
@@ -113,7 +117,8 @@ impl Local {
         // other ranks have.
         let no_rows = ranks.own_rows_q == 0;
         let (no_lse, no_bias) = (no_rows && !whole.write_lse, no_rows && given.bias_kind == FMHA_BIAS_NONE);
-        let mut problem = Problem::new(whole, q).keys(k).as_others(no_lse, no_bias);
+        let total_q = (whole.layout.q == QLayout::Packed).then(|| q.rows());
+        let mut problem = Problem::new(whole, q).keys(k).dcaptured(dcaptured).as_others(no_lse, no_bias);
         if let (Some(q), Some(k)) = (cu_q, cu_k) {
             problem = problem.packed(q, k);
         }
@@ -135,11 +140,12 @@ impl Local {
         let gradients = dtype_grad.zip(gradients.map(|of| of.write_dsink != 0));
         // SAFETY: the caller keeps the contract of `read`.
         let device = unsafe { host::device(device)? };
-        Ok(Self { problem, gradients, device, options, own, bytes })
+        let totals = Totals { total_q, ..Totals::NONE };
+        Ok(Self { problem, gradients, device, options, own, captures, totals, bytes })
     }
 
     pub(super) fn plan(self, group: &Arc<dyn Group>) -> Text<FmhaDistPlan> {
-        let Self { problem, gradients, device, options, own, bytes } = self;
+        let Self { problem, gradients, device, options, own, captures, totals, bytes } = self;
         let (ready, text) = match gradients {
             None => FwdPlan::new(&problem, group.clone(), &device, &options).map(|plan| {
                 let text = plan.explain();
@@ -158,6 +164,10 @@ impl Local {
             device,
             gradients,
             own,
+            whole: problem.whole,
+            dcaptured: problem.dcaptured,
+            captures,
+            totals,
             bytes,
             text,
         })

@@ -42,7 +42,7 @@ pub fn check_masks(
         let numbers = copy(masks.intervals, intervals.strides, shape)?;
         let own = intervals.axes.per_batch || problem.layout.q == QLayout::Packed;
         for span in masked_spans(&spans, own) {
-            let most = if own { span.seqlen_k } else { problem.dims.seqlen_k };
+            let most = problem.whole_seqlen_k(if own { span.seqlen_k } else { problem.dims.seqlen_k });
             let rows = if own { span.seqlen_q } else { problem.dims.seqlen_q };
             for (head, i) in (0..shape.head).flat_map(|head| (0..rows).map(move |i| (head, i))) {
                 for m in 0..intervals.endpoints {
@@ -111,7 +111,7 @@ fn check_lists(
         true => [span.seqlen_q, span.seqlen_k],
         false => [problem.dims.seqlen_q, problem.dims.seqlen_k],
     };
-    let blocks = keys.div_ceil(lists.block_k);
+    let blocks = problem.whole_seqlen_k(keys).div_ceil(lists.block_k);
     let batch = if own { span.i_batch } else { 0 };
     for (head, row) in
         (0..lists.axes.heads).flat_map(|head| (0..rows.div_ceil(lists.block_q)).map(move |row| (head, row)))

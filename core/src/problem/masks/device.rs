@@ -54,6 +54,10 @@ abi_struct! {
         pub max_blocks: i32,
         /// Most block indices that a row of the full list has room for.
         pub full_max_blocks: i32,
+        /// Key of the intervals that is the call's first; not 0 in a part of a larger call.
+        pub first_key: i32,
+        /// Block of keys of the lists that begins at the call's first key.
+        pub first_block_k: i32,
     }
 }
 
@@ -95,9 +99,11 @@ pub fn mask_data_params(problem: &FwdProblem, args: &MaskArgs<'_>) -> MaskDataPa
         intervals: masks.intervals.map_or(MaskTensor::NULL, |it| {
             MaskTensor::of(args.intervals.as_ref(), it.strides, by_batch(it.axes))
         }),
-        bits: masks
-            .bits
-            .map_or(MaskTensor::NULL, |it| MaskTensor::of(args.bits.as_ref(), it.strides, by_batch(it.axes))),
+        bits: masks.bits.map_or(MaskTensor::NULL, |it| {
+            let words = i64::from(problem.part.position_k / 32) * it.strides.dim;
+            let bits = args.bits.map(|bits| bits.skip(4 * words.unsigned_abs()));
+            MaskTensor::of(bits.as_ref(), it.strides, by_batch(it.axes))
+        }),
         kv_num_blocks,
         kv_indices,
         full_kv_num_blocks,
@@ -110,6 +116,8 @@ pub fn mask_data_params(problem: &FwdProblem, args: &MaskArgs<'_>) -> MaskDataPa
         block_k: lists.map_or(1, |it| it.block_k) as i32,
         max_blocks: room(partial),
         full_max_blocks: room(full),
+        first_key: problem.part.position_k as i32,
+        first_block_k: problem.first_block_k() as i32,
     }
 }
 

@@ -136,6 +136,7 @@ impl ListedBlocks {
         };
         let partial = read(lists.partial, LIST_NAMES[0], [&args.kv_num_blocks, &args.kv_indices])?;
         let full = read(lists.full, LIST_NAMES[1], [&args.full_kv_num_blocks, &args.full_kv_indices])?;
+        let first_block = i64::from(problem.first_block_k());
         let (mut starts, mut blocks) = (vec![0], vec![]);
         for batch in 0..shape.batch {
             for head in 0..shape.head {
@@ -145,9 +146,9 @@ impl ListedBlocks {
                         let Some((counts, indices, most)) = list else { continue };
                         let count = counts.at(batch, row, head, 0).cast_signed().clamp(0, most.cast_signed());
                         for at in 0..count.unsigned_abs() {
-                            // An index below 0 or past the keys is a block without keys.
-                            let block = indices.at(batch, row, head, at).cast_signed();
-                            if let Ok(block) = u32::try_from(block) {
+                            // An index before the call's keys, or past them, is a block without keys.
+                            let block = i64::from(indices.at(batch, row, head, at).cast_signed());
+                            if let Ok(block) = u32::try_from(block - first_block) {
                                 blocks.push((block, is_full));
                             }
                         }
@@ -227,7 +228,8 @@ impl HeadMasks<'_> {
         let Some((intervals, words)) = &self.masks.intervals else { return self.bits(i, keys, each) };
         let head = intervals.axes.head(&self.masks.problem.dims, self.i_head);
         let (batch, row) = self.place(intervals.axes.per_batch, i);
-        let endpoint = |at: u32| words.at(batch, row, head, at).cast_signed();
+        let first_key = self.masks.problem.part.position_k.cast_signed();
+        let endpoint = |at: u32| words.at(batch, row, head, at).cast_signed().max(0) - first_key;
         let (mut at, mut before) = (keys.start, 0);
         for pair in 0..intervals.endpoints / 2 {
             let begin = endpoint(2 * pair).max(before);
@@ -255,9 +257,10 @@ impl HeadMasks<'_> {
         let Some((bits, words)) = &self.masks.bits else { return each(keys, Shown::Asked) };
         let head = bits.axes.head(&self.masks.problem.dims, self.i_head);
         let (batch, row) = self.place(bits.axes.per_batch, i);
+        let first_word = self.masks.problem.part.position_k / 32;
         let mut at = keys.start;
         while at < keys.end {
-            let word = words.at(batch, row, head, at / 32) >> (at % 32);
+            let word = words.at(batch, row, head, first_word + at / 32) >> (at % 32);
             let is_seen = word & 1 != 0;
             let alike = if is_seen { word.trailing_ones() } else { word.trailing_zeros() };
             let end = (at + alike.min(32 - at % 32)).min(keys.end);

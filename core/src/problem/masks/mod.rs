@@ -200,10 +200,25 @@ impl FwdProblem {
         Shape { dim: intervals.endpoints, ..self.mask_rows(intervals.axes, totals) }
     }
 
-    /// Shape of the bits: `seq` is the query, `dim` the word.
+    /// Shape of the bits: `seq` is the query, `dim` the word. In a part of a larger call words begin at the whole's
+    /// first key, and reach to the call's last one.
     #[must_use]
     pub fn shape_mask_bits(&self, bits: &MaskBits, totals: Totals) -> Shape {
-        Shape { dim: self.dims.seqlen_k.div_ceil(32), ..self.mask_rows(bits.axes, totals) }
+        let keys = self.part.position_k.saturating_add(self.dims.seqlen_k);
+        Shape { dim: keys.div_ceil(32), ..self.mask_rows(bits.axes, totals) }
+    }
+
+    /// Index in block lists of the block that begins at the call's first key.
+    pub(crate) fn first_block_k(&self) -> u32 {
+        self.masks.block_lists.map_or(0, |lists| self.part.position_k / lists.block_k.max(1))
+    }
+
+    /// Keys of a whole sequence, of which the call has `seqlen_k`.
+    fn whole_seqlen_k(&self, seqlen_k: u32) -> u32 {
+        match self.part.seqlens {
+            Some([_, whole]) => whole,
+            None => self.part.position_k.saturating_add(seqlen_k),
+        }
     }
 
     /// Shape of the lists' indices with this capacity per row: `seq` is the block of queries.
@@ -292,16 +307,31 @@ impl FwdProblem {
                 "block_lists has 0 lists: kv_num_blocks and full_kv_num_blocks are both absent"
             );
         }
-        ensure!(
-            self.part.is_whole(),
-            "part",
-            "part: position_q {} and position_k {} go with no mask as data ({})",
-            self.part.position_q,
-            self.part.position_k,
-            self.masks.names().collect::<Vec<_>>().join(", ")
-        );
+        self.check_masks_of_part()?;
         let two = Some(2);
         self.check_mask_tensors(Totals { total_q: two, ..Totals::NONE })
+    }
+
+    /// Checks that a part of a larger call begins where words of bits and blocks do.
+    fn check_masks_of_part(&self) -> Result<(), ProblemError> {
+        let (position_q, position_k) = (self.part.position_q, self.part.position_k);
+        ensure!(
+            self.masks.bits.is_none() || position_k.is_multiple_of(32),
+            "mask_bits",
+            "mask_bits: position_k {position_k} of a part is not a multiple of 32, a word's keys"
+        );
+        let Some(lists) = self.masks.block_lists else { return Ok(()) };
+        for (name, position, block, size) in [
+            ("position_q", position_q, "block_q", lists.block_q),
+            ("position_k", position_k, "block_k", lists.block_k),
+        ] {
+            ensure!(
+                position.is_multiple_of(size.max(1)),
+                "block_lists",
+                "block_lists: {name} {position} of a part is not a multiple of {block} {size}"
+            );
+        }
+        Ok(())
     }
 
     /// Checks the masks' strides over these extents.

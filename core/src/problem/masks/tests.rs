@@ -175,12 +175,26 @@ fn what_does_not_fit_is_refused_by_its_name_and_number() {
         (&|p: &mut FwdProblem| p.masks.block_lists = Some(lists(1, [8, 8], None)), "block_lists has 0 lists"),
         (
             &|p: &mut FwdProblem| {
-                p.masks.intervals = Some(intervals(2, 1));
-                p.part = Part { position_q: 4, ..Part::default() };
+                p.masks.bits = Some(MaskBits::dense(&problem(), MaskAxes::SHARED, Totals::NONE));
+                p.part = Part { position_k: 40, ..Part::default() };
             },
-            "position_q 4 and position_k 0 go with no mask as data (intervals)",
+            "mask_bits: position_k 40 of a part is not a multiple of 32",
         ),
-    ] as [(&dyn Fn(&mut FwdProblem), &str); 8]
+        (
+            &|p: &mut FwdProblem| {
+                p.masks.block_lists = Some(lists(1, [8, 4], Some(4)));
+                p.part = Part { position_q: 12, position_k: 4, ..Part::default() };
+            },
+            "block_lists: position_q 12 of a part is not a multiple of block_q 8",
+        ),
+        (
+            &|p: &mut FwdProblem| {
+                p.masks.block_lists = Some(lists(1, [4, 8], Some(4)));
+                p.part = Part { position_q: 12, position_k: 4, ..Part::default() };
+            },
+            "block_lists: position_k 4 of a part is not a multiple of block_k 8",
+        ),
+    ] as [(&dyn Fn(&mut FwdProblem), &str); 10]
     {
         let error = of(edit);
         assert!(error.contains(text), "{error}");

@@ -20,8 +20,8 @@ struct ShownRows : ShownBlocks<has_function> {
     int32_t before = 0;
 #pragma unroll 1
     for (int32_t at = 0; at < m.endpoints; at += 2) {
-      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
-      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      const int32_t begin = max(DataMasks::endpoint(m, span.storage_batch, head, row, at), before);
+      before = max(DataMasks::endpoint(m, span.storage_batch, head, row, at + 1), begin);
       shown.add(begin - first, before - first);
     }
     return shown;
@@ -76,7 +76,7 @@ struct ShownRows : ShownBlocks<has_function> {
     for (int32_t r = ptx::shfl_idx(own, 0); r <= end_r; ++r) {
 #pragma unroll 1
       for (int32_t c = ptx::shfl_idx(first / of_columns, 0); c <= end_c; ++c) {
-        const int32_t q = of_keys ? c : r, k = of_keys ? r : c;
+        const int32_t q = of_keys ? c : r, k = (of_keys ? r : c) + m.first_block_k;
         const bool is_full =
             DataKeys::lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, k);
         const bool there =

@@ -60,9 +60,7 @@ fn integer(value: i32, ty: Ty) -> Src {
 fn literal(word: u32, ty: Ty) -> Src {
     match ty {
         Ty::F64 => Src::K(0, word),
-        // Signed 64-bit literals extend their sign on no CDNA instruction: s_*_b64 take them zero-extended… except
-        // that the scalar unit sign-extends.
-        Ty::B64 => Src::K(word, ((word as i32) >> 31) as u32),
+        // Upper bits are zeros: clang writes a 64-bit constant as one literal where it has 32 bits without a sign.
         _ => Src::K(word, 0),
     }
 }
