@@ -443,7 +443,7 @@ mod tests {
             assert_eq!(wide.layout.seqused_k, kv == KvLayout::Packed);
             assert!(wide.cache.dtype.is_none() && wide.validate().is_ok());
             let own = Workspace { bytes: 1000, zeroed_bytes: 4 };
-            let places = Places::new(&problem, own).unwrap();
+            let places = Places::new(&problem, own, Converted::Seen).unwrap();
             assert!(places.seqused_k >= own.bytes && places.cu_seqlens_k >= places.seqused_k + 3 * 4);
             assert!(places.k >= places.cu_seqlens_k + 4 * 4);
             let bytes = 3 * 100 * 2 * 128 * 2;
