@@ -63,10 +63,15 @@ fn main() -> Result<(), Box<dyn Error>> {
                 listed: false,
                 split_keys: 0,
                 fold_parts: 1,
+                shares: 0,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
-                if !of_spec && field != "kernel" {
-                    tile.set(field, value)?;
+                match field {
+                    "kernel" => {}
+                    "stored" => tile.stored = value.parse()?,
+                    "v_in_k" => tile.v_in_k = value == "1",
+                    _ if of_spec => {}
+                    _ => tile.set(field, value)?,
                 }
             }
             write(&out.join(name), &sm90_mla::fwd(&spec, &tile), "arch=sm_90a\n")?;

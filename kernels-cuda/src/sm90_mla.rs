@@ -7,10 +7,12 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec, abi_struct};
+use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec, abi_struct};
 
 use crate::operands::{refuse_faint_alibi, refuse_long_sequences, refuse_many_rows, stores_vectors, strides};
 use crate::schedule::{self, TileSchedule};
+use crate::split::Shares;
+use crate::split::price::CONSTANTS;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 use crate::{lists, split};
 
@@ -31,6 +33,9 @@ pub(crate) const DIM_V: u32 = 512;
 
 /// Elements of a key, and of a value, up to which `sm90` takes them.
 pub(crate) const NARROW: u32 = 256;
+
+/// Most CTAs among which all sequences' blocks of keys are divided in equal shares.
+const MOST_SHARES: i32 = 1 << 16;
 
 /// Threads of a CTA.
 pub const NUM_THREADS: u32 = 384;
@@ -69,6 +74,9 @@ abi_spec! {
         /// CTAs of a cluster that have the same rows and fold their parts of a split in shared memory, before the
         /// second kernel merges what is left: 1, 2, 4 or 8.
         pub fold_parts: i32 = Takes::within(1, 8).tuned_over(&[1, 2, 4, 8]),
+        /// Number of CTAs that walk equal shares of all sequences' blocks, with `split_keys` keys each at least;
+        /// 0: a CTA walks a tile, or a part of one.
+        pub shares: i32 = Takes::within(0, MOST_SHARES),
     }
 }
 
@@ -92,24 +100,37 @@ impl Sm90MlaTile {
     pub const fn cut(&self) -> split::Cut {
         // Every token's list is divided into parts in the same way.
         let folded = self.fold_parts;
+        let shares = Shares { count: self.shares.unsigned_abs(), block_m: ROWS, pack_gqa: true };
         split::Cut {
             keys: self.split_keys * folded,
             block_n: KEYS as i32 * folded,
             fixed: self.listed,
-            shares: None,
+            shares: if self.shares > 0 { Some(shares) } else { None },
         }
     }
 
-    /// Whether a CTA processes several tiles: over lists of keys, if registers allow it, as in the device text's
-    /// function of this name.
+    /// Whether a CTA processes several tiles: those of its share; over lists of keys, if registers allow it, as in the
+    /// device text's function of this name.
     #[must_use]
     pub const fn walks_tiles(&self, spec: &FwdSpec) -> bool {
-        self.listed
+        let walks_list = self.listed
             && !self.two_caches
             && !self.stored.is_fp8()
             && !spec.softcap
             && spec.dtype_o.size_bytes() == 2
-            && self.vector_store
+            && self.vector_store;
+        self.shares > 0 || walks_list
+    }
+
+    /// Number of CTAs for so many tiles, on a device of `num_sms` multiprocessors.
+    #[must_use]
+    pub fn grid(&self, spec: &FwdSpec, num_tiles: i32, num_sms: u32) -> u32 {
+        let tiles = num_tiles.unsigned_abs();
+        match self.shares {
+            1.. => self.shares.unsigned_abs(),
+            _ if self.walks_tiles(spec) => tiles.min(num_sms),
+            _ => tiles,
+        }
     }
 
     /// Sets one field from its name and value.
@@ -126,6 +147,7 @@ impl Sm90MlaTile {
     /// A text with the field and what is incompatible with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
         self.check_fold()?;
+        self.check_shares(problem)?;
         if !self.by_tma {
             return match self.cluster {
                 ..=1 => Ok(()),
@@ -171,6 +193,37 @@ impl Sm90MlaTile {
             return Ok(());
         };
         Err(format!("tile fold_parts={folded}: {why}"))
+    }
+
+    /// Whether CTAs can walk shares as the tile says.
+    fn check_shares(&self, problem: &FwdProblem) -> Result<(), String> {
+        split::check_shares(self.shares, self.split_keys, self.listed)?;
+        if self.shares > 0 && self.ctas_of_cluster() > 1 {
+            return Err(format!(
+                "tile shares={} with cluster={} and fold_parts={}: a CTA walks a share by itself",
+                self.shares, self.cluster, self.fold_parts
+            ));
+        }
+        if self.shares > 0 {
+            self.has_registers_to_walk(problem)
+                .map_err(|why| format!("tile shares={}: {why}", self.shares))?;
+        }
+        split::check(problem, self.cut())
+    }
+
+    /// Whether registers allow a CTA to walk several parts.
+    fn has_registers_to_walk(&self, problem: &FwdProblem) -> Result<(), String> {
+        let score = &problem.score;
+        if score.bias != Bias::None || !problem.code.is_empty() {
+            return Err("a walk has no registers beside a bias or a function of scores".to_owned());
+        }
+        match (self.stored.is_fp8(), self.v_in_k, score.softcap) {
+            (true, false, _) => Err(format!("a walk has no registers over K and V of {} apart", self.stored)),
+            (true, _, Some(cap)) => {
+                Err(format!("a walk has no registers over {} beside a soft-cap of {cap}", self.stored))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// CTAs of a cluster.
@@ -383,6 +436,13 @@ pub fn leave_narrow(problem: &FwdProblem) -> Result<(), String> {
 /// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
+    let tile = choose_tile_in_parts(problem, num_sms);
+    in_shares(problem, tile, num_sms).unwrap_or(tile)
+}
+
+/// The tile as [`choose_tile`] has it, in no shares.
+#[must_use]
+pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let listed = problem.walks_lists();
     // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
     let of_rows = |problem: &FwdProblem| split_keys(problem, units(problem, 1).0, KEYS, num_sms);
@@ -404,8 +464,81 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
         // Pairs fold their parts faster than the merge reads them; more CTAs wait for each other longer. An odd
         // number of parts would have a CTA more, and with it a second wave.
         fold_parts: if v_in_k && !listed && split_keys > 0 && parts.is_multiple_of(2) { 2 } else { 1 },
+        shares: 0,
     }
 }
+
+/// Most queries of a sequence whose keys CTAs divide into equal shares: those of a cache.
+const MOST_SHARED_QUERIES: u32 = 32;
+
+/// The tile whose CTAs have equal shares of all sequences' blocks, where sequences may be unlike and its price is less.
+fn in_shares(problem: &FwdProblem, tile: Sm90MlaTile, num_sms: u32) -> Option<Sm90MlaTile> {
+    let dims = problem.dims;
+    let may_be_shared = !tile.listed
+        && !split::has_like_lengths(problem)
+        && (2..=split::MOST_SCANNED).contains(&dims.batch)
+        && dims.seqlen_q <= MOST_SHARED_QUERIES
+        && split::may_be_cut(problem, KEYS);
+    let mut shared = Sm90MlaTile {
+        split_keys: KEYS.cast_signed(),
+        fold_parts: 1,
+        shares: num_sms.min(MOST_SHARES.unsigned_abs()).cast_signed(),
+        ..tile
+    };
+    shared.by_tma = !copies_rows(problem, shared.split_keys);
+    let units = units(problem, 1).0 as f64;
+    let price =
+        PriceOfUnlike { units, longest: dims.seqlen_k.div_ceil(KEYS).into(), at_once: num_sms.max(1).into() };
+    let fixed = match tile.split_keys {
+        0 => price.whole(),
+        keys => price.parts(f64::from(dims.seqlen_k.div_ceil(keys.unsigned_abs()))),
+    };
+    (may_be_shared && shared.check(problem).is_ok() && price.shares() < fixed).then_some(shared)
+}
+
+/// Price of a call whose sequences may be unlike, in units of a block, by the most that their lengths may be.
+#[derive(Clone, Copy, Debug)]
+struct PriceOfUnlike {
+    /// Tiles before keys are split.
+    units: f64,
+    /// Blocks of the longest sequence.
+    longest: f64,
+    /// CTAs that run at once.
+    at_once: f64,
+}
+
+impl PriceOfUnlike {
+    /// Blocks of a mean sequence.
+    fn mean(self) -> f64 {
+        self.longest * CONSTANTS.common.mean
+    }
+
+    /// Tiles in so many parts: the longest part from the beginning, or behind all others.
+    fn walked(self, parts: f64) -> f64 {
+        let (items, longest) = (self.units * parts, self.longest / parts);
+        let all = (self.units * self.mean() + items * TILE_COST as f64) / self.at_once;
+        (longest + TILE_COST as f64).max(all + longest * (items / self.at_once).min(1.0))
+    }
+
+    fn whole(self) -> f64 {
+        self.walked(1.0)
+    }
+
+    fn parts(self, parts: f64) -> f64 {
+        self.walked(parts) + MERGE_COST as f64
+    }
+
+    /// Equal shares: a part ends where a share or a tile does, and its O in f32 is written and read again.
+    fn shares(self) -> f64 {
+        let parts = 1.0 + self.units / self.at_once;
+        let walked = (self.units * self.mean() / self.at_once).max(1.0).ceil();
+        walked + parts * (TILE_COST + COST_OF_O) as f64 + (MERGE_COST + COST_OF_SCAN) as f64
+    }
+}
+
+/// Cost of a part's O, written and read in f32, and of finding where a share begins, in units of a block.
+const COST_OF_O: u64 = 2;
+const COST_OF_SCAN: u64 = 3;
 
 /// Whether V in K's rows is read once, together with K: shared memory then has two blocks. With rows of 512
 /// elements P has no room in K's block, so without lists V is read separately.
@@ -466,6 +599,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
         (lists::TWO_PARAM, "mla::fwd_lists<kSpec, kTile>(p, maps, schedule, caches)")
     } else if tile.listed {
         (lists::PARAM, "mla::fwd_lists<kSpec, kTile>(p, maps, schedule, lists)")
+    } else if tile.shares > 0 {
+        ("", "mla::fwd_shares<kSpec, kTile>(p, maps, schedule)")
     } else {
         ("", "mla::fwd<kSpec, kTile>(p, maps, schedule)")
     };
@@ -591,6 +726,60 @@ mod tests {
             assert_eq!(schedule.num_parts, parts, "{batch} sequences of {seqlen_k} keys: {tile:?}");
             assert!(schedule.num_tiles <= 132);
         }
+    }
+
+    #[test]
+    fn unlike_sequences_are_walked_in_shares_of_all_multiprocessors() {
+        for (batch, heads, seqlen_k) in [(8, 16, 65536), (64, 16, 65536), (16, 128, 65536), (66, 128, 8192)] {
+            let like = latent(batch, heads, seqlen_k);
+            let mut unlike = like.clone();
+            unlike.layout.seqused_k = true;
+            let mut paged = unlike.clone();
+            paged.layout.kv = KvLayout::Paged { page_size: 64 };
+            let mut narrow = unlike.clone();
+            narrow.cache.dtype = Some(DType::E4m3Fn);
+            for problem in [unlike, paged, narrow] {
+                let tile = choose_tile(&problem, 132);
+                assert_eq!((tile.shares, tile.split_keys, tile.fold_parts), (132, 64, 1), "{problem:?}");
+                assert_eq!(tile.check(&problem), Ok(()));
+                assert_eq!(tile.grid(&FwdSpec::of(&problem), 1, 132), 132);
+            }
+            assert_eq!(choose_tile(&like, 132).shares, 0, "all of a length: {batch} of {seqlen_k}");
+        }
+        for (batch, seqlen_q, seqlen_k) in [(1, 1, 65536), (1025, 1, 65536), (8, 33, 65536), (8, 1, 127)] {
+            let mut problem = latent(batch, 16, seqlen_k);
+            (problem.dims.seqlen_q, problem.layout.seqused_k) = (seqlen_q, true);
+            assert_eq!(choose_tile(&problem, 132).shares, 0, "{batch} of {seqlen_q} and {seqlen_k}");
+        }
+    }
+
+    #[test]
+    fn shares_are_refused_by_name_beside_what_a_walk_does_not_take() {
+        let mut problem = latent(8, 16, 65536);
+        problem.layout.seqused_k = true;
+        let tile = choose_tile(&problem, 132);
+        let refused: [(&str, fn(&mut Sm90MlaTile)); 3] = [
+            ("shares=132 with split_keys=0", |tile| tile.split_keys = 0),
+            ("shares=132 with cluster=2 and fold_parts=1", |tile| tile.cluster = 2),
+            ("shares=132 with cluster=1 and fold_parts=2", |tile| tile.fold_parts = 2),
+        ];
+        for (words, change) in refused {
+            let mut changed = Sm90MlaTile { by_tma: true, ..tile };
+            change(&mut changed);
+            let text = changed.check(&problem).unwrap_err();
+            assert!(text.contains(words), "{words}: {text}");
+        }
+        let mut biased = problem.clone();
+        biased.score.bias = Bias::Alibi { per_batch: false };
+        assert!(
+            tile.check(&biased).unwrap_err().contains("shares=132: a walk has no registers beside a bias")
+        );
+        assert_eq!(choose_tile(&biased, 132).shares, 0);
+        let mut narrow = problem.clone();
+        (narrow.cache.dtype, narrow.score.softcap) = (Some(DType::E4m3Fn), Some(30.0));
+        assert_eq!(choose_tile(&narrow, 132).shares, 0);
+        let asked = Sm90MlaTile { stored: DType::E4m3Fn, by_tma: false, ..tile };
+        assert!(asked.check(&narrow).unwrap_err().contains("beside a soft-cap of 30"));
     }
 
     fn latent_lists(batch: u32, tokens: u32, heads: u32, topk: u32) -> FwdProblem {

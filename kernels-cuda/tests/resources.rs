@@ -741,10 +741,12 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         row_bytes: 0,
         split_keys: 0,
         fold_parts: 1,
+        shares: 0,
     };
     let narrow = Sm90MlaTile { by_tma: false, stored: DType::E4m3Fn, ..tile };
     let apart = Sm90MlaTile { v_in_k: false, ..tile };
     let of_512 = wide(512, MaskKind::Upper);
+    let in_shares = |tile| Sm90MlaTile { split_keys: 64, shares: 132, ..tile };
     [
         ("full", full, tile),
         ("part_of_pages", part, Sm90MlaTile { split_keys: 64, ..tile }),
@@ -786,6 +788,17 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         ("upper_cluster", upper, Sm90MlaTile { cluster: 2, ..tile }),
         ("512_upper_cluster", of_512, Sm90MlaTile { cluster: 2, ..apart }),
         ("320_upper", FwdSpec { head_dim_v: 320, ..wide(320, MaskKind::Upper) }, apart),
+        ("shares", split::part_spec(&full), in_shares(tile)),
+        ("shares_of_pages", part, in_shares(tile)),
+        ("shares_copied", part, in_shares(Sm90MlaTile { by_tma: false, ..tile })),
+        (
+            "shares_softcap_band",
+            split::part_spec(&FwdSpec { softcap: true, ..plain(MaskKind::Band) }),
+            in_shares(tile),
+        ),
+        ("shares_apart", split::part_spec(&upper), in_shares(apart)),
+        ("shares_of_fp8", split::part_spec(&upper), in_shares(narrow)),
+        ("shares_of_fp8_pages", part, in_shares(narrow)),
     ]
     .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))
     .into()

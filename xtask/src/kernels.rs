@@ -599,6 +599,19 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent/|wide_fp8/.*d576x512)", deal: 1 },
         ..HOPPER_WALKING
     },
+    // Equal shares: parts of several sequences, one after another, by TMA, by copies and over FP8 caches.
+    Row {
+        kernel: Some("sm90_mla"),
+        tile: Some("split_keys=64,shares=6"),
+        multiprocessors: Some(6),
+        in_test: Cases { filter: "^decode/unlike/bf16/latent(/q2/h5/p7|_fp8/recorded)$", deal: 1 },
+        in_all: Cases {
+            filter: "^decode/(unlike/b?f16/latent|latent/b?f16/(s[1-4]x|packed)|wide_fp8/.*d576x512|\
+                     wide/b?f16/d(512x512/s70|512x64|576x512|264x272|320x320))",
+            deal: 1,
+        },
+        ..HOPPER_WALKING
+    },
     // Wide heads and latent attention on Blackwell, by pairs of CTAs: several blocks by TMA, boxes of pages and copies;
     // keys in parts; FP8 caches brought to 16 bits by a launch before.
     Row {

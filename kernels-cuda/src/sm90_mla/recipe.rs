@@ -68,7 +68,16 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         if options.kernel.is_none() && options.tile.is_empty() {
             text::leave_narrow(problem).map_err(refuse)?;
         }
-        let mut own = text::choose_tile(problem, facts.num_sms);
+        let is_named = |name: &str| fields.iter().any(|(key, _)| key == name);
+        // A caller who names how keys are cut otherwise wants no shares.
+        let names_parts = ["split_keys", "cluster", "fold_parts"].into_iter().any(is_named);
+        let names_none = fields.iter().any(|(key, value)| key == "shares" && value == "0");
+        let is_unshared = names_parts && !is_named("shares") || names_none || options.batch_invariant;
+        let mut own = if is_unshared {
+            text::choose_tile_in_parts(problem, facts.num_sms)
+        } else {
+            text::choose_tile(problem, facts.num_sms)
+        };
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
@@ -79,9 +88,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         let fitted = |mut tile: Sm90MlaTile| {
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             // A fold that nobody named goes with the parts that it folds.
-            if (tile.split_keys == 0 || tile.cluster > 1)
-                && !fields.iter().any(|(key, _)| key == "fold_parts")
-            {
+            if (tile.split_keys == 0 || tile.cluster > 1 || tile.shares > 0) && !is_named("fold_parts") {
                 tile.fold_parts = 1;
             }
             tile.check(problem)?;
@@ -107,9 +114,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         } else {
             (spec, tile)
         };
-        let tiles = schedule.num_tiles.unsigned_abs();
-        let walks = own_tile.walks_tiles(&own_spec);
-        let ctas = if walks { tiles.min(facts.num_sms) } else { tiles };
+        let ctas = own_tile.grid(&own_spec, schedule.num_tiles, facts.num_sms);
         let main = Launch {
             stage: Stage::Main,
             kernel: text::NAME,
@@ -140,7 +145,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             },
             details: vec![
                 ("tile", format!("64 x 64, {}", if tile.v_in_k { "2 stages" } else { "1 stage" })),
-                ("order", order_words(problem, walks)),
+                ("order", order_words(problem, &tile, own_tile.walks_tiles(&own_spec))),
                 ("schedule", schedule_words(&tile, &schedule)),
             ],
         })
@@ -246,7 +251,7 @@ fn spec_of(problem: &ValidFwd) -> FwdSpec {
     if problem.walks_lists() { lists::spec(spec) } else { spec }
 }
 
-fn order_words(problem: &ValidFwd, walks: bool) -> String {
+fn order_words(problem: &ValidFwd, tile: &Sm90MlaTile, walks: bool) -> String {
     let walk = if walks { "CTAs walk tiles" } else { "a CTA a tile" };
     match problem.lists {
         _ if problem.second.is_some() => {
@@ -259,6 +264,7 @@ fn order_words(problem: &ValidFwd, walks: bool) -> String {
         None if problem.walks_lists() => {
             format!("{walk}, those of a token side by side, walks {} keys", problem.most_walked_keys())
         }
+        None if tile.shares > 0 => "a CTA a share, row blocks of a sequence side by side".to_owned(),
         None => "a CTA a tile, row blocks of a part side by side".to_owned(),
     }
 }
@@ -276,10 +282,12 @@ fn schedule_words(tile: &Sm90MlaTile, schedule: &MlaSchedule) -> String {
         "loads by copies of 16 bytes".to_owned()
     });
     words.extend((tile.cluster > 1).then(|| format!("clusters of {} row blocks", tile.cluster)));
-    words.extend(
+    words.extend(if tile.shares > 0 {
+        parts::words(tile.cut())
+    } else {
         (tile.split_keys > 0)
-            .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.cut().keys)),
-    );
+            .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.cut().keys))
+    });
     words.extend((tile.fold_parts > 1).then(|| format!("folded by clusters of {} CTAs", tile.fold_parts)));
     words.join(", ")
 }

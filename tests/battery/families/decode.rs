@@ -852,10 +852,45 @@ fn unlike(cases: &mut Vec<Case>) {
                 &[40, 0, 700, 0, 260],
             );
         }
+        unlike_latent(cases, dtype);
         let sizes = Dims { batch: 4, ..dims(3, 700, (5, 1), 64) };
         let problem = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask).write_lse(true);
         let lengths = Lengths::packed(&[(1, 700), (3, 0), (0, 90), (2, 260)]);
         push(cases, format!("decode/unlike/{dtype}/packed"), problem, lengths);
+    }
+}
+
+/// Latent rows of unlike sequences: in pages, over FP8 caches, in two tiles of rows, with one sequence that is far
+/// longer than the others; and a recorded call that is replayed with other lengths, 0 among both.
+fn unlike_latent(cases: &mut Vec<Case>, dtype: DType) {
+    for (cache, (seqlen_q, heads), page_size, seqused_k) in [
+        (None, (1, 70), Some(64), [0, 1500, 1, 64, 129]),
+        (None, (2, 5), Some(7), [300, 0, 65, 700, 2]),
+        (Some(DType::E4m3Fn), (1, 16), Some(64), [40, 700, 0, 1, 260]),
+        (Some(DType::E4m3Fn), (2, 40), None, [700, 0, 0, 130, 64]),
+    ] {
+        let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+        let kind = if cache.is_some() { "latent_fp8" } else { "latent" };
+        let name = format!("decode/unlike/{dtype}/{kind}/q{seqlen_q}/h{heads}/{layout}");
+        let most = seqused_k.into_iter().fold(0, i32::max).unsigned_abs();
+        let sizes = Dims { batch: 5, ..dims(seqlen_q, most, (heads, 1), 0) };
+        let mut problem = of_decode(dtype, sizes, ROWS_OF_DECODE[1], "b");
+        let mut lengths = Lengths { seqused_k: seqused_k.to_vec(), ..Lengths::default() };
+        if let Some(page_size) = page_size {
+            (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+            problem.strides.v = problem.strides.k;
+        }
+        problem.cache.dtype = cache;
+        push(cases, name, problem, lengths);
+    }
+    for cache in [None, Some(DType::E4m3Fn)] {
+        let kind = if cache.is_some() { "latent_fp8" } else { "latent" };
+        let name = format!("decode/unlike/{dtype}/{kind}/recorded");
+        let sizes = Dims { batch: 5, ..dims(1, 700, (16, 1), 0) };
+        let mut problem = of_decode(dtype, sizes, ROWS_OF_DECODE[1], "b");
+        problem.cache.dtype = cache;
+        let lengths = Lengths { seqused_k: vec![0, 700, 33, 1, 260], ..Lengths::default() };
+        push_law(cases, name, problem, lengths, LawKind::Recorded);
     }
 }
 

@@ -3,10 +3,12 @@
 #include <fmha/cache_rows.h>
 #include <fmha/common/score_modifiers.cuh>
 #include <fmha/common/softmax.cuh>
+#include <fmha/mask.h>
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/mbarrier.cuh>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/range.h>
+#include <fmha/seq.h>
 #include <fmha/sm90_mla_host.h>
 
 namespace fmha::mla {
@@ -39,19 +41,24 @@ FMHA_DEVICE consteval bool counts_q(const Sm90MlaTile& tile) { return !is_fp8(ti
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
-// Over lists of keys: the load role alone; and a tile that it has told: it arrives, the consumers wait.
+// Where CTAs walk tiles: the load role alone; and a tile that it has told: it arrives, the consumers wait.
 constexpr int kLoaders = 6, kTileTold = 7;
 constexpr int kBothGroups = 2 * kWarpgroup;
 
 // CTAs of a cluster: those that share loads, or those that fold their parts of the keys.
 FMHA_DEVICE consteval int ctas_of_cluster(const Sm90MlaTile& tile) { return tile.cluster * tile.fold_parts; }
 
-// Whether a CTA walks tiles. A walk has no registers over FP8 caches and two caches, beside a soft-cap, and where O is
-// stored in f32 (as parts are, whose tiles are few) or element by element.
+// Whether a CTA walks an equal share of all sequences' blocks (common/shares.cuh), tile after tile.
+FMHA_DEVICE consteval bool in_shares(const Sm90MlaTile& tile) { return tile.shares > 0; }
+
+// Whether a CTA walks tiles, those of its share or of lists. Over lists a walk has no registers over FP8 caches and two
+// caches, beside a soft-cap, and where O is stored in f32 (as parts are, whose tiles are few) or element by element.
 FMHA_DEVICE consteval bool walks_tiles(const FwdSpec& spec, const Sm90MlaTile& tile) {
-  return tile.listed && !tile.two_caches && !is_fp8(tile.stored) && !spec.softcap && size_bytes(spec.dtype_o) == 2 &&
-         tile.vector_store;
+  return in_shares(tile) || (tile.listed && !tile.two_caches && !is_fp8(tile.stored) && !spec.softcap &&
+                             size_bytes(spec.dtype_o) == 2 && tile.vector_store);
 }
+// Whether barriers have had phases before a tile's, or the consumers release Q's place.
+FMHA_DEVICE consteval bool counts_turns(const Sm90MlaTile& tile) { return tile.listed || in_shares(tile); }
 
 // Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
 // has not. With `bias_stages` a bias is not prefetched into registers, of which O leaves too few.
@@ -121,6 +128,39 @@ struct ValueChunks<Chunk, 0, false> {
 template <class Chunk>
 struct ValueChunks<Chunk, 0, true> {};
 
+// Blocks of tiles that a CTA has walked before, by the parity of their place in the tile; and tiles.
+// Barriers ask whether a count is odd: a register holds all three.
+struct Turns {
+  static constexpr uint32_t kOdd = 1, kTile = 2;
+  uint32_t bits = 0;  // of even places, of odd ones, of tiles
+
+  FMHA_DEVICE uint32_t of_parity(int32_t block) const { return bits >> block % 2; }
+  FMHA_DEVICE uint32_t of_all() const { return bits ^ bits >> kOdd; }
+  FMHA_DEVICE uint32_t tile() const { return bits >> kTile & 1; }
+  FMHA_DEVICE void add(int32_t num_blocks) {
+    bits ^= (uint32_t(num_blocks + 1) >> 1 & 1) | (uint32_t(num_blocks) >> 1 & 1) << kOdd | 1u << kTile;
+  }
+};
+
+struct Work {
+  SeqSpan span;
+  MaskBand band;
+  int32_t i_head_kv, first_row, part;
+  int32_t end_query;   // of the rows; those of queries from here on are not stored
+  Range part_keys;     // the part's, or all; of a cluster that folds its parts, all of these
+  int32_t end;         // keys from here on are seen by no row of the cluster
+  int32_t last_block;  // blocks go down from this one,
+  int32_t num_blocks;  // this many; 0 where no row sees a key
+  bool has_rows;       // of the cluster; else there is nothing to do
+  Turns turns;         // before the tile; none where a CTA has one tile
+
+  // The query of a row, which is (query, head of the kv head's group).
+  FMHA_DEVICE static int32_t query_of(const FwdParams& p, int32_t row) { return row / p.gqa_ratio; }
+  FMHA_DEVICE int32_t head_of(const FwdParams& p, int32_t row, int32_t i) const {
+    return i_head_kv * p.gqa_ratio + row - i * p.gqa_ratio;
+  }
+};
+
 // Which keys of a block are there, where these are a token's list's: a bit a key, of even and of odd blocks. A warp of
 // the load role has a word, of its rows in the order in which its lanes find them.
 template <bool listed>
@@ -133,6 +173,26 @@ struct PresentKeys<true> {
   // The tile of the consumers, -1 behind the last; its blocks without those left out; blocks of tiles before.
   int32_t tile, num_blocks;
   uint32_t turns;
+};
+
+// The rest of a CTA's share (common/shares.cuh): so many blocks, from one of a sequence on, behind those of it that
+// others have. All further parts begin with their sequences.
+struct LeftOfShare {
+  int32_t i_batch, skipped, num_blocks;
+};
+// A part of a share, and what is left behind it.
+struct PartOfShare {
+  Work work;  // without rows behind the last part
+  LeftOfShare left;
+};
+// The parts that the load role has put last: one comes while another one is stored.
+template <bool in_shares>
+struct PartsOfShare {};
+template <>
+struct PartsOfShare<true> {
+  PartOfShare parts[2];
+  uint32_t turn;    // the place of the last one
+  Barrier q_empty;  // as above
 };
 
 // Scales of rows of bytes, of a block in either slot, as they lie in memory.
@@ -166,9 +226,14 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 
   Barrier full[P::parts];   // one arrival per thread of the load role, and TMA's bytes
   Barrier empty[P::parts];  // one arrival per warp of the cluster that reads the part, V's half or K's block
   PresentKeys<tile.listed> list;
+  PartsOfShare<in_shares(tile)> share;
   ScalesOfRows<tile.row_bytes> scales;
   FoldedRows<tile.fold_parts> folded;
 
+  FMHA_DEVICE Barrier& q_empty() {
+    if constexpr (tile.listed) return list.q_empty;
+    else return share.q_empty;
+  }
   FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
     if constexpr (P::v_in_k) {
       return k[slot] + half * P::chunks_half;

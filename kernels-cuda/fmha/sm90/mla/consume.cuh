@@ -45,7 +45,7 @@ struct Consumer {
     if constexpr (gathers(tile)) ptx::fence_proxy_async();
   }
   FMHA_DEVICE void wait_for_q() const {
-    ptx::mbarrier_wait_parity(smem.q_full, tile.listed ? work.turns.tile() : 0);
+    ptx::mbarrier_wait_parity(smem.q_full, counts_turns(tile) ? work.turns.tile() : 0);
     if constexpr (counts_q(tile)) ptx::fence_proxy_async();
   }
 
@@ -227,14 +227,14 @@ struct Consumer {
   }
 
   // The warpgroup's scores of the tile have read Q, whose place may take the next tile's.
-  FMHA_DEVICE void release_q() { ptx::mbarrier_arrive_if(smem.list.q_empty, threadIdx.x % 32 == 0); }
+  FMHA_DEVICE void release_q() { ptx::mbarrier_arrive_if(smem.q_empty(), threadIdx.x % 32 == 0); }
 
   // Computes this warpgroup's own i-th block of the tile's: scores, probabilities, products with its half of V.
   FMHA_DEVICE void do_own(int32_t i, int32_t num_blocks) {
     start_scores(i);
     wait_for_scores();
     if constexpr (!P::v_in_k) release(0);
-    if constexpr (tile.listed) {
+    if constexpr (counts_turns(tile)) {
       if (i + 2 >= num_blocks) release_q();
     }
     modify(i);
@@ -278,7 +278,7 @@ struct Consumer {
     softmax.reset();
     wait_for_q();
     const int32_t num_blocks = ptx::uniform(blocks_of_tile());
-    if constexpr (tile.listed) {
+    if constexpr (counts_turns(tile)) {
       if (num_blocks <= group) release_q();
     }
     int32_t i = 0;

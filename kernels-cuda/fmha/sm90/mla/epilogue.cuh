@@ -161,9 +161,13 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) 
   const Work& work = consumer.work;
   Smem<spec, tile>& smem = consumer.smem;
   const int32_t quad_lane = threadIdx.x % 4;
-  // The parts of a split have batches of their own, one after another, of packed sequences too.
-  const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
-  const int32_t o_row = in_parts ? 0 : work.span.q_row;
+  // The parts of a split have batches of their own, one after another, of packed sequences too. A part of a share has
+  // the heads of its tile alone; the first one is at 0.
+  constexpr bool of_share = in_shares(tile);
+  const int32_t o_batch = of_share   ? work.part
+                          : in_parts ? work.part * p.batch + work.span.i_batch
+                                     : work.span.storage_batch;
+  const int32_t o_row = of_share ? -work.i_head_kv * p.gqa_ratio * p.seqlen_q : in_parts ? 0 : work.span.q_row;
 
   // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16
   // bits, where it is not far from K's; else rows are computed again.

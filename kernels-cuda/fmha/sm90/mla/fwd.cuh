@@ -26,6 +26,12 @@ FMHA_DEVICE void consume(const FwdParams& p, const Work& work, Smem<spec, tile>&
   }
 }
 
+// Keys that no other cluster reads need not stay in the L2.
+template <Sm90MlaTile tile>
+FMHA_DEVICE ptx::CacheHint hint_of(const MlaSchedule& schedule) {
+  return schedule.num_m_blocks > tile.cluster ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
+}
+
 // Prepares the CTA's barriers.
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
@@ -50,8 +56,8 @@ FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
     }
     if constexpr (tile.listed) {
       for (Barrier& told : smem.list.told) ptx::mbarrier_init(told, kWarpgroup / 32);
-      ptx::mbarrier_init(smem.list.q_empty, 2 * kWarpgroup / 32);
     }
+    if constexpr (counts_turns(tile)) ptx::mbarrier_init(smem.q_empty(), 2 * kWarpgroup / 32);
     ptx::fence_mbarrier_init();
   }
   if constexpr (ctas_of_cluster(tile) > 1) {
@@ -64,6 +70,80 @@ FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
   return smem;
 }
 
+// Puts the next part of a share, and what is left behind it, to where the load role reads it, and the consumers once
+// they are told. They have released Q of the part before, so that nobody reads the place of the one before that.
+template <class Shared>
+FMHA_DEVICE const PartOfShare& put_part(Shared& smem, const PartOfShare& next) {
+  const uint32_t turn = next.work.turns.tile();
+  ptx::mbarrier_wait_parity(smem.q_empty(), turn ^ 1);
+  // All have read which place was the last.
+  ptx::bar_sync<kWarpgroup>(kLoaders);
+  if (threadIdx.x == 0) {
+    smem.share.parts[turn] = next;
+    smem.share.turn = turn;
+  }
+  ptx::bar_sync<kWarpgroup>(kLoaders);
+  return smem.share.parts[turn];
+}
+
+// The load role of a CTA that walks a share. All its warps find the parts; the first one of the last CTA leaves for the
+// merge how shares were dealt. While a part is loaded no register holds where that is, or what is left of the share.
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE void load_share(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, Smem<spec, tile>& smem,
+                            ptx::CacheHint hint) {
+  PartOfShare next;
+  next.left = share_of_cta<spec, tile>(p, schedule, threadIdx.x < 32);
+#pragma unroll 1
+  for (;;) {
+    next.work.has_rows = false;
+    while (next.left.num_blocks > 0 && !next.work.has_rows) take_part<spec, tile>(p, schedule, next);
+    const PartOfShare& part = put_part(smem, next);
+    if (!ptx::uniform(part.work.has_rows)) break;
+    Loader<spec, tile> loader{p, maps, part.work, smem, hint};
+    loader.run();
+    const PartOfShare& loaded = smem.share.parts[smem.share.turn];
+    next.left = loaded.left;
+    next.work.turns = loaded.work.turns;
+    next.work.turns.add(loaded.work.num_blocks);
+  }
+  ptx::bar_arrive<kNumThreads>(kTileTold);
+  if constexpr (!is_fp8(tile.stored)) Loader<spec, tile>::end_gathers();
+}
+template <FwdSpec spec, Sm90MlaTile tile, int group>
+FMHA_DEVICE void consume_share(const FwdParams& p, Smem<spec, tile>& smem) {
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (;; turn ^= 1) {
+    ptx::bar_sync<kNumThreads>(kTileTold);
+    const Work& work = smem.share.parts[turn].work;
+    if (!ptx::uniform(work.has_rows)) return;
+    Consumer<spec, tile, group> consumer{p, work, smem};
+    consumer.run();
+    store(consumer, EveryKey{});
+  }
+}
+
+// The kernel in equal shares: a CTA walks parts of tiles one after another, and the next one's Q and keys arrive while
+// the results of one are stored.
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE void fwd_shares(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule) {
+  static_assert(!tile.listed && tile.split_keys > 0 && ctas_of_cluster(tile) == 1 && spec.dtype_o == DType::F32,
+                "sm90_mla: shares are parts of keys, of a CTA by itself");
+  Smem<spec, tile>& smem = begin<spec, tile>(maps);
+  const int32_t role = ptx::uniform(threadIdx.x / kWarpgroup);
+  if (role == 0) {
+    ptx::setmaxnreg_dec<regs(tile).load>();
+    load_share<spec, tile>(p, maps, schedule, smem, hint_of<tile>(schedule));
+    return;
+  }
+  ptx::setmaxnreg_inc<regs(tile).consume>();
+  if (role == 1) {
+    consume_share<spec, tile, 0>(p, smem);
+  } else {
+    consume_share<spec, tile, 1>(p, smem);
+  }
+}
+
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule) {
   Smem<spec, tile>& smem = begin<spec, tile>(maps);
@@ -71,9 +151,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
   if (!work.has_rows) return;
   if (ptx::uniform(threadIdx.x / kWarpgroup) == 0) {
     ptx::setmaxnreg_dec<regs(tile).load>();
-    // Keys that no other cluster reads need not stay in the L2.
-    const ptx::CacheHint hint = schedule.num_m_blocks > tile.cluster ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
-    Loader<spec, tile> loader{p, maps, work, smem, hint};
+    Loader<spec, tile> loader{p, maps, work, smem, hint_of<tile>(schedule)};
     loader.run();
     if constexpr (tile.fold_parts > 1) meet_as_loader();
   } else {
@@ -117,7 +195,7 @@ FMHA_DEVICE void load_lists(const FwdParams& p, const Maps& maps, const MlaSched
       work.turns = turns;
       turns.add(load_tile<spec, tile>(p, maps, lists, smem, work, index));
     }
-    ptx::mbarrier_wait_parity(smem.list.q_empty, turns.tile() ^ 1);
+    ptx::mbarrier_wait_parity(smem.q_empty(), turns.tile() ^ 1);
     tell_tile(smem, -1, 0, turns);
   } else {
     const Work work = resolve_token<spec, tile>(p, schedule, lists, blockIdx.x);

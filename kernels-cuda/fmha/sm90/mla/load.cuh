@@ -342,16 +342,23 @@ struct Loader {
       return (at < count ? part.address + at * Chunk::tile_bytes : part.tail) + wide_of_lane;
     };
     if constexpr (count <= 4) {
-      // Registers hold all of the part's bytes, so that no chunk waits for the next one's.
+      // Registers hold all of the part's bytes, so that no chunk waits for the next one's. In shares they have no room
+      // for the tail's besides.
+      constexpr bool tail_last = in_shares(tile);
       Narrow narrow[count], tail;
 #pragma unroll
       for (int at = 0; at < count; ++at) read(at, narrow[at]);
-      if (part.tail != 0) read(count, tail);
+      if (!tail_last && part.tail != 0) read(count, tail);
       // Every lane has read what is overwritten.
       __syncwarp();
 #pragma unroll
       for (int at = 0; at < count; ++at) store_wide<scales>(wide_at(at), narrow[at], descale);
-      if (part.tail != 0) store_wide<scales>(wide_at(count), tail, descale);
+      if (part.tail == 0) return;
+      if constexpr (tail_last) {
+        read(count, tail);
+        __syncwarp();
+      }
+      store_wide<scales>(wide_at(count), tail, descale);
     } else {
       static_assert(!P::v_in_k, "sm90_mla: a part with a tail fits in registers");
       Narrow narrow;
@@ -490,8 +497,9 @@ struct Loader {
 
   FMHA_DEVICE void run(int32_t index = 0) {
     // With Q's place the words of the tile before are read.
-    if constexpr (walks_tiles(spec, tile)) ptx::mbarrier_wait_parity(smem.list.q_empty, work.turns.tile() ^ 1);
+    if constexpr (tile.listed && walks_tiles(spec, tile)) ptx::mbarrier_wait_parity(smem.q_empty(), work.turns.tile() ^ 1);
     load_q();
+    if constexpr (in_shares(tile)) ptx::bar_arrive<kNumThreads>(kTileTold);
     if constexpr (are_of_token<Keys>()) {
       leave_out_absent();
       tell_tile(smem, index, work.num_blocks, work.turns);
@@ -505,6 +513,8 @@ struct Loader {
     } else {
       copy_all();
     }
+    // Those of lists are waited for behind the last tile.
+    if constexpr (!widens && !are_of_token<Keys>() && !in_shares(tile)) end_gathers();
   }
   // Chunks of a block as above, row by row. Its barrier counts the copies as they land, so that nothing here waits
   // for them.
@@ -529,7 +539,6 @@ struct Loader {
       entry = entry_of(j - kKeys);
       gather_block(slot, phase, found, found_v);
     }
-    end_gathers();
   }
   // A block from the rows that the lanes have found, of K and of a V apart from it.
   FMHA_DEVICE void gather_block(int32_t slot, uint32_t phase, Row found, Row found_v) const {
@@ -675,7 +684,6 @@ struct Loader {
       }
     }
     copier.flush();
-    end_gathers();
   }
 };
 

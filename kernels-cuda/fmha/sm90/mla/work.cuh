@@ -2,6 +2,7 @@
 // a key is a place in the token's list.
 #pragma once
 #include <fmha/common/part_keys.cuh>
+#include <fmha/common/shares.cuh>
 #include <fmha/common/two_cache_keys.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
@@ -9,46 +10,20 @@
 
 namespace fmha::mla {
 
-// Blocks of tiles that a CTA has walked before over lists of keys, by the parity of their place in the tile; and tiles.
-// Barriers ask whether a count is odd: a register holds all three.
-struct Turns {
-  static constexpr uint32_t kOdd = 1, kTile = 2;
-  uint32_t bits = 0;  // of even places, of odd ones, of tiles
-
-  FMHA_DEVICE uint32_t of_parity(int32_t block) const { return bits >> block % 2; }
-  FMHA_DEVICE uint32_t of_all() const { return bits ^ bits >> kOdd; }
-  FMHA_DEVICE uint32_t tile() const { return bits >> kTile & 1; }
-  FMHA_DEVICE void add(int32_t num_blocks) {
-    bits ^= (uint32_t(num_blocks + 1) >> 1 & 1) | (uint32_t(num_blocks) >> 1 & 1) << kOdd | 1u << kTile;
-  }
-};
-
-struct Work {
-  SeqSpan span;
-  MaskBand band;
-  int32_t i_head_kv, first_row, part;
-  int32_t end_query;   // of the rows; those of queries from here on are not stored
-  Range part_keys;     // the part's, or all; of a cluster that folds its parts, all of these
-  int32_t end;         // keys from here on are seen by no row of the cluster
-  int32_t last_block;  // blocks go down from this one,
-  int32_t num_blocks;  // this many; 0 where no row sees a key
-  bool has_rows;       // of the cluster; else there is nothing to do
-  Turns turns;         // before the tile; none without lists, where a CTA has one tile
-
-  // The query of a row, which is (query, head of the kv head's group).
-  FMHA_DEVICE static int32_t query_of(const FwdParams& p, int32_t row) { return row / p.gqa_ratio; }
-  FMHA_DEVICE int32_t head_of(const FwdParams& p, int32_t row, int32_t i) const {
-    return i_head_kv * p.gqa_ratio + row - i * p.gqa_ratio;
-  }
-};
-
 // The phase of the barriers of a block's slot.
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE uint32_t phase_of(const Work& work, int32_t block) {
   using P = Plan<spec, tile>;
   uint32_t turn = P::turn_of(block);
-  if constexpr (tile.listed) turn += P::v_in_k ? work.turns.of_parity(block) : work.turns.of_all();
+  if constexpr (counts_turns(tile)) turn += P::v_in_k ? work.turns.of_parity(block) : work.turns.of_all();
   return turn % 2;
+}
+
+// The blocks of a range of keys.
+FMHA_DEVICE void set_blocks(Work& work, const Range& keys) {
+  work.end = keys.end;
+  work.last_block = ceil_div(keys.end, kKeys) - 1;
+  work.num_blocks = keys.empty() ? 0 : work.last_block + 1 - keys.begin / kKeys;
 }
 
 // Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of
@@ -90,10 +65,52 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
     const int32_t own_keys = part_keys / folded, own = begin + at % folded * own_keys;
     keys = {max(keys.begin, min(own, seqlen_k)), min(keys.end, min(own + own_keys, seqlen_k))};
   }
-  work.end = keys.end;
-  work.last_block = ceil_div(keys.end, kKeys) - 1;
-  work.num_blocks = keys.empty() ? 0 : work.last_block + 1 - keys.begin / kKeys;
+  set_blocks(work, keys);
   return work;
+}
+
+// Fields of a tile that a share is computed from.
+struct TileOfShares {
+  int32_t block_n, shares, split_keys;
+};
+FMHA_DEVICE consteval TileOfShares tile_of_shares(const Sm90MlaTile& tile) {
+  return {kKeys, tile.shares, tile.split_keys};
+}
+
+// A CTA's share. `leaves`: whether this warp, of the last CTA, stores for the merge how shares were dealt.
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE LeftOfShare share_of_cta(const FwdParams& p, const MlaSchedule& schedule, bool leaves) {
+  TileSchedule tiles = {};
+  tiles.num_heads = p.batch * p.num_heads_kv;
+  tiles.num_m_blocks = schedule.num_m_blocks;
+  const Share<spec, tile_of_shares(tile)> share{p, tiles, leaves};
+  return {share.i_batch, share.at - share.begin, share.end - share.at};
+}
+
+// Takes the next part from what is left of a share: without rows if the tile has none of the sequence's. A tile of rows
+// that see none of the part's keys has no blocks: the merge reads all parts of a tile.
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE void take_part(const FwdParams& p, const MlaSchedule& schedule, PartOfShare& next) {
+  auto& [work, left] = next;
+  const int32_t i_batch = left.i_batch, tiles = p.num_heads_kv * schedule.num_m_blocks;
+  const BlocksOfTile blocks = blocks_of_tile<spec, tile_of_shares(tile)>(p, i_batch);
+  const int32_t first = blocks.first + left.skipped, count = min(blocks.count - left.skipped, left.num_blocks);
+  left = {i_batch + 1, 0, left.num_blocks - count};
+  const int32_t stretch = blockIdx.x / tiles, in_sequence = blockIdx.x - stretch * tiles;
+  work.part = (stretch + i_batch) * tiles + in_sequence;
+  work.i_head_kv = in_sequence / schedule.num_m_blocks;
+  work.first_row = (in_sequence - work.i_head_kv * schedule.num_m_blocks) * kRows;
+  work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+  const int32_t seqlen_q = work.span.seqlen_q, seqlen_k = work.span.seqlen_k, num_rows = seqlen_q * p.gqa_ratio;
+  work.end_query = seqlen_q;
+  work.has_rows = work.first_row < num_rows;
+  if (!work.has_rows) return;
+  work.band = resolve_band(p.mask, seqlen_q, seqlen_k);
+  const int32_t last_row = min(work.first_row + kRows, num_rows) - 1;
+  const Range own = {first * kKeys, (first + count) * kKeys};
+  const Range seen = k_range(work.band, {Work::query_of(p, work.first_row), Work::query_of(p, last_row) + 1}, seqlen_k);
+  work.part_keys = {min(own.begin, seqlen_k), min(own.end, seqlen_k)};
+  set_blocks(work, {max(seen.begin, own.begin), min(seen.end, own.end)});
 }
 
 // The keys of the token whose heads are a CTA's rows.
@@ -133,9 +150,7 @@ FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, 
     const int32_t begin = work.part * part_keys;
     work.part_keys = {min(begin, count), min(begin + part_keys, count)};
   }
-  work.end = work.part_keys.end;
-  work.last_block = ceil_div(work.end, kKeys) - 1;
-  work.num_blocks = work.part_keys.empty() ? 0 : work.last_block + 1 - work.part_keys.begin / kKeys;
+  set_blocks(work, work.part_keys);
   return work;
 }
 
