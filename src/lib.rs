@@ -65,7 +65,7 @@ pub use half::{bf16, f16};
 // modules that hide `core`'s.
 pub use fmha_core::{
     Accuracy, AnyProblem, Append, Arrivals, Bias, BiasBroadcast, BiasGrad, BlockFormat, BlockList,
-    BlockLists, BlockScales, BlockTable, BwdArgs, BwdPlan, BwdProblem, CacheArgs, CacheRows, CacheSlice,
+    BlockLists, BlockScales, BlockTable, BwdArgs, BwdPlan, BwdProblem, CacheArgs, CacheRows, CacheScales, CacheSlice,
     CacheUse, Call, CapturedGrad, CapturedTensor, ChooseArgs, ChoosePlan, Code, CombineArgs, CombinePlan,
     CombineProblem, DType, DTypes, Descale, DevBuffer, DevSlice, DevSliceMut, Device, DeviceMemory, Dims,
     Dropout, DropoutSeed, Elem, ElemType, ElementwiseBias, Error, Event, Explain, Extents, FmhaBackend,

@@ -493,7 +493,7 @@ impl FmhaDistPlan {
         absent!(given, "it", k_new, v_new, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask);
         absent!(given, "it", indices, topk_length, intervals, mask_bits, kv_num_blocks, kv_indices);
         absent!(given, "it", full_kv_num_blocks, full_kv_indices, built, second, captured);
-        absent!(given, "it", block_scale_q, block_scale_k, block_scale_v);
+        absent!(given, "it", block_scale_q, block_scale_k, block_scale_v, k_scale, v_scale);
         absent!(given, "it: a plan over ranks has scratch of its own", workspace);
         if self.gradients.is_none() {
             absent!(given, "gradients", dout, dq, dk, dv, dsink);
