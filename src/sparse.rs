@@ -23,8 +23,8 @@
 
 use std::sync::OnceLock;
 
-use fmha_core::{Error, ProblemError};
 use fmha_core::host_memory::filled;
+use fmha_core::{Error, ProblemError};
 use fmha_cpu::CpuBackend;
 
 pub use fmha_core::sparse::{

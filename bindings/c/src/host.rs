@@ -4,9 +4,9 @@ use std::ffi::{CStr, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BlockFormat, BlockScales, BwdProblem,
-    CacheRows, CacheScales, CombineProblem, DType, Descale, Device, Dims, DropoutSeed, ElementwiseBias, FwdProblem,
-    KeyLists, KvLayout, ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout,
-    Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
+    CacheRows, CacheScales, CombineProblem, DType, Descale, Device, Dims, DropoutSeed, ElementwiseBias,
+    FwdProblem, KeyLists, KvLayout, ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions,
+    ProblemError, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;

@@ -19,7 +19,8 @@ pub(crate) unsafe fn on(device: *const c_char, call: &FmhaIndexLoss) -> Result<(
     match unsafe { text("device", device)? } {
         None | Some("cpu") => unsafe { index_loss(call) },
         Some(other) => {
-            let said = format!("device {other}: 0 kernels of a GPU compute an indexer's loss, which the CPU does");
+            let said =
+                format!("device {other}: 0 kernels of a GPU compute an indexer's loss, which the CPU does");
             Err(ProblemError::new("device", said).into())
         }
     }
@@ -31,7 +32,10 @@ fn trained(field: &'static str, code: i32) -> Result<DType, ProblemError> {
     if matches!(found, DType::F32 | DType::F16 | DType::Bf16) {
         return Ok(found);
     }
-    Err(ProblemError::new(field, format!("{field} {found} is none of f32, f16 and bf16, which have gradients")))
+    Err(ProblemError::new(
+        field,
+        format!("{field} {found} is none of f32, f16 and bf16, which have gradients"),
+    ))
 }
 
 /// Computes a call on the CPU.
@@ -55,15 +59,15 @@ pub unsafe fn index_loss(call: &FmhaIndexLoss) -> Result<(), Error> {
     let topk = size("topk", call.topk)? as usize;
     let of = |field: &'static str, factors: &[u32]| {
         let count = factors.iter().try_fold(4u64, |count, &by| count.checked_mul(by.into()));
-        let fits = count.and_then(|bytes| usize::try_from(bytes).ok()).filter(|&bytes| bytes <= isize::MAX as usize);
+        let fits =
+            count.and_then(|bytes| usize::try_from(bytes).ok()).filter(|&bytes| bytes <= isize::MAX as usize);
         fits.map(|bytes| bytes / 4).ok_or_else(|| {
             ProblemError::new(field, format!("{field} of shape {factors:?} is larger than memory"))
         })
     };
     let IndexProblem { batch, seqlen_q, seqlen_k, num_heads, head_dim, dtype_q, dtype_k } = problem;
     let rows = of("loss", &[batch, seqlen_q])?;
-    let (q, k) =
-        (of("q", &[batch, seqlen_q, num_heads, head_dim])?, of("k", &[batch, seqlen_k, head_dim])?);
+    let (q, k) = (of("q", &[batch, seqlen_q, num_heads, head_dim])?, of("k", &[batch, seqlen_k, head_dim])?);
     let weights = of("weights", &[batch, seqlen_q, num_heads])?;
     let entries = of("indices", &[batch, seqlen_q, topk as u32])?;
     // SAFETY: the caller keeps the contract of `index_loss`.

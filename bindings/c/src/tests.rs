@@ -10,11 +10,11 @@ use proptest::prelude::*;
 
 use crate::host::{self, Choice};
 use crate::{
-    FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_BY_LSE,
-    FMHA_E4M3FN, FMHA_F16, FMHA_F32, FMHA_MXFP8_E4M3, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaCapturedArgs,
-    FmhaCode, FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions,
-    FmhaPartial, FmhaPlan, FmhaProblem, FmhaStrides, fmha_build_mask, fmha_drop, fmha_drop_mask_object,
-    fmha_last_error, fmha_mask_object, fmha_plan, fmha_run, guard,
+    FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_BY_LSE, FMHA_E4M3FN,
+    FMHA_F16, FMHA_F32, FMHA_MXFP8_E4M3, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaCaptured,
+    FmhaCapturedArgs, FmhaCode, FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaLists, FmhaMasks,
+    FmhaOptions, FmhaPartial, FmhaPlan, FmhaProblem, FmhaStrides, fmha_build_mask, fmha_drop,
+    fmha_drop_mask_object, fmha_last_error, fmha_mask_object, fmha_plan, fmha_run, guard,
 };
 
 /// A struct with everything 0 but its size, as `fmha.h` tells callers to start.
