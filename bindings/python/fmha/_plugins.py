@@ -3,9 +3,15 @@ twice, and imports nothing of the engine's that it does not have loaded."""
 
 from __future__ import annotations
 
+import os
+
+#: vLLM's names of sparse backends that ``FMHA_VLLM_SPARSE`` may lead to ours.
+SPARSE = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
+
 
 def vllm() -> None:
-    """``vllm.general_plugins``: ``--attention-backend FMHA`` is there from then on; before vLLM 0.32 ``CUSTOM``."""
+    """``vllm.general_plugins``: ``--attention-backend FMHA`` is there from then on, and ``FMHA_SPARSE``; before vLLM 0.32
+    ``CUSTOM`` is the first, and the second has vLLM's own names alone."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     path = "fmha.vllm.Backend"
@@ -15,6 +21,11 @@ def vllm() -> None:
     elif "FMHA" not in AttentionBackendEnum.__members__:
         # Once a process: a second member of that name is an error.
         register_backend("FMHA", path)
+        register_backend("FMHA_SPARSE", "fmha.vllm_sparse.Backend")
+    for name in filter(None, os.environ.get("FMHA_VLLM_SPARSE", "").split(",")):
+        if name not in SPARSE:
+            raise ValueError(f"FMHA_VLLM_SPARSE: {name!r} is none of {', '.join(SPARSE)}")
+        register_backend(AttentionBackendEnum[name], f"fmha.vllm_sparse.{name}")
 
 
 def sglang() -> None:
