@@ -555,3 +555,71 @@ def test_vllm_sparse_names_lead_here_and_what_they_do_not_take_is_named(vllm, mo
     monkeypatch.setenv("FMHA_VLLM_SPARSE", "FLASHMLA_DENSE")
     with pytest.raises(ValueError, match="'FLASHMLA_DENSE' is none of FLASHMLA_SPARSE"):
         __import__("fmha._plugins", fromlist=["vllm"]).vllm()
+
+
+@pytest.fixture
+def sglang_sparse(monkeypatch):
+    """SGLang's sparse backend by its own name, on a stand-in of the class that it derives from."""
+    made = {}
+
+    class Theirs:
+        def __init__(self, runner):
+            self.dsa_prefill_impl, self.dsa_decode_impl = runner.impls
+            self.physical_page_size, self.kv_cache_dim, self.dsa_kv_cache_store_fp8 = 4, 656, runner.is_fp8
+
+    attention = "sglang.srt.layers.attention"
+    nested(monkeypatch, f"{attention}.dsa_backend", DeepseekSparseAttnBackend=Theirs)
+    register = lambda name: lambda function: made.update({name: function})
+    nested(monkeypatch, f"{attention}.attention_registry", register_attention_backend=register)
+    nested(monkeypatch, "sglang.srt.server_args", add_attention_backend_choices=lambda names: None)
+    monkeypatch.delitem(sys.modules, "fmha.sglang_sparse", raising=False)
+    monkeypatch.setenv("FMHA_SGLANG_SPARSE", "dsa")
+    import fmha._plugins
+
+    fmha._plugins.sglang()
+    assert set(made) == {"dsa", "fmha"}
+    yield lambda *impls, is_fp8=False: made["dsa"](types.SimpleNamespace(impls=impls, is_fp8=is_fp8))
+    sys.modules.pop("fmha.sglang_sparse", None)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_sglangs_latent_rows_over_lists(sglang_sparse, is_fp8):
+    backend = sglang_sparse("flashmla_sparse", "flashmla_kv", is_fp8=is_fp8)
+    heads, rows = 3, torch.randn(24, 576).to(BF16)
+    stored, values = zip(*(row_of_bytes(x) for x in rows))
+    lists = torch.randint(-1, 24, (5, 7), dtype=torch.int32)
+    lists[2] = -1
+    q, layer = torch.randn(5, heads, 576).to(BF16), types.SimpleNamespace(tp_q_head_num=heads, head_dim=576)
+
+    def check(o, keys, lengths, sink=None):
+        for token in range(5):
+            listed = [j for j in lists[token, : lengths[token]].tolist() if j >= 0]
+            k = torch.stack([keys[j] for j in listed])[None, :, None] if listed else torch.zeros(1, 0, 1, 576)
+            given = q[None, token : token + 1], k, k[..., :512]
+            wanted, _ = by_definition(*given, softmax_scale=0.05, sink=sink)
+            close(o[token], wanted[0, 0], tolerance(BF16))
+
+    words = dict(q_all=q, v_head_dim=512, sm_scale=0.05, page_table_1=lists)
+    pool = torch.stack(stored) if is_fp8 else rows
+    o = backend._forward_flashmla_kv(kv_cache=pool, layer=layer, metadata=None, **words)
+    assert o.shape == (5, 1, heads, 512)
+    check(o[:, 0], values if is_fp8 else rows, [7] * 5)
+    used, sink = torch.tensor([7, 3, 7, 1, 0], dtype=torch.int32), torch.randn(heads)
+    o = backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used, attn_sink=sink, **words)
+    check(o, rows, used.tolist(), sink)
+    # Padded metadata says nothing of these tokens.
+    check(backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used[:2], **words), rows, [7] * 5)
+
+
+def test_sglangs_other_implementations_are_refused_by_name(sglang_sparse, monkeypatch):
+    with pytest.raises(NotImplementedError, match="dsa_prefill_impl fa3 is none of flashmla_sparse, flashmla_kv"):
+        sglang_sparse("fa3", "flashmla_kv")
+    with pytest.raises(NotImplementedError, match="dsa_decode_impl tilelang is none of"):
+        sglang_sparse("flashmla_sparse", "tilelang")
+    backend = sglang_sparse("flashmla_sparse", "flashmla_kv")
+    backend.flashmla_kv_format = "V32_NO_ROPE"
+    with pytest.raises(NotImplementedError, match="flashmla_kv_format V32_NO_ROPE is not V32"):
+        backend._forward_flashmla_kv(None, None, 512, 1.0, None, None, None)
+    monkeypatch.setenv("FMHA_SGLANG_SPARSE", "dsv4")
+    with pytest.raises(ValueError, match="'dsv4' is none of dsa, nsa"):
+        __import__("fmha._plugins", fromlist=["sglang"]).sglang()
