@@ -184,7 +184,7 @@ mod tests {
 
         let halves = [0.5f32, 1.0];
         let scaled = with!(call, dloss = halves.as_ptr(), loss = null_mut(), dq = null_mut());
-        // SAFETY: as above.
+        // SAFETY: all pointers are to live memory of the sizes that the call says.
         assert_eq!(unsafe { fmha_index_loss(null(), &raw const scaled) }, 0);
         assert_eq!(dk, [0.125, 0.0, -0.125]);
 
@@ -200,7 +200,7 @@ mod tests {
             let error = unsafe { index_loss(&wrong) }.unwrap_err().to_string();
             assert!(error.contains(said), "{error}, not {said}");
         }
-        // SAFETY: as above; refused before anything is read.
+        // SAFETY: refused before anything is read; the name is a C string.
         let error = unsafe { on(c"cuda:1".as_ptr(), &call) }.unwrap_err().to_string();
         assert!(error.contains("device cuda:1: 0 kernels"), "{error}");
     }

@@ -99,9 +99,9 @@ class Impl(MLAAttentionImpl):
         q_pad_num_heads: Optional[int] = None,
         **beside: Any,
     ) -> None:
-        # What belongs to the layer's projections and to a dense prefill is not asked here: q_lora_rank,
-        # qk_nope_head_dim, qk_head_dim, v_head_dim, kv_b_proj. Kernels take any number of heads, so q_pad_num_heads
-        # is no need; lists are not converted, so index_group_builder has nothing to share.
+        # Arguments that are not read: q_lora_rank, qk_nope_head_dim, qk_head_dim, v_head_dim and kv_b_proj belong to
+        # the layer's projections and to a dense prefill. Kernels take any number of heads, so q_pad_num_heads is no
+        # need; lists are not converted, so index_group_builder has nothing to share.
         refused = dict(alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
         refused.update(kv_sharing_target_layer_name=kv_sharing_target_layer_name, **beside)
         for name, value in refused.items():

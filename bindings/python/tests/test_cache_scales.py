@@ -126,7 +126,7 @@ def test_appended_rows_are_quantised_with_scales_of_their_own(narrow, paged):
                 assert torch.equal(scale[at], wanted)
                 stored = (new[b, i].float() / wanted[:, None]).to(narrow)
                 assert torch.equal(cache[at].view(torch.uint8), stored.view(torch.uint8))
-                # What is compared next is what was there before.
+                # The rest of the cache is compared with what it held before.
                 old[at] = cache[at]
         assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))
     for b in range(2):
@@ -187,7 +187,7 @@ def test_numpys_arrays_have_scales_too():
 
 
 def test_the_operator_is_sound():
-    # Of torch's checks that of the schema multiplies arguments, which it cannot in FP8.
+    # The check of the schema multiplies arguments, which torch cannot in FP8.
     q, new = torch.randn(2, 1, 4, 16).half(), torch.randn(2, 1, 2, 16).half()
     k, v, scale = torch.randn(2, 9, 2, 16).to(FP8[0]), torch.randn(2, 9, 2, 16).to(FP8[0]), torch.rand(2, 9, 2)
     used = torch.tensor([3, 4], dtype=torch.int32)
