@@ -456,7 +456,7 @@ def attention_with_kvcache(
         _integer("head_dim_v", head_dim_v),
         int(_flag("rotary_interleaved", rotary_interleaved)),
     )
-    cache = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
+    cache: Tuple[Any, ...] = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
     if k_scale is not None or v_scale is not None:
         cache = (*cache, k_scale, v_scale)
         numbers = (*numbers, _positive("scale_block", scale_block))

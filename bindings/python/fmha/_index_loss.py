@@ -1,4 +1,4 @@
-"""The loss that trains an indexer, with gradients: the library's on the CPU, and torch's operators where they may serve."""
+"""The loss that trains an indexer, with gradients: the library's on the CPU, torch's operators where they may serve."""
 
 from __future__ import annotations
 

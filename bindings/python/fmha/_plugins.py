@@ -13,8 +13,8 @@ SGLANG_SPARSE = ("dsa", "nsa")
 
 
 def vllm() -> None:
-    """``vllm.general_plugins``: ``--attention-backend FMHA`` is there from then on, and ``FMHA_SPARSE``; before vLLM 0.32
-    ``CUSTOM`` is the first, and the second has vLLM's own names alone."""
+    """``vllm.general_plugins``: ``--attention-backend FMHA`` is there from then on, and ``FMHA_SPARSE``; before vLLM
+    0.32 ``CUSTOM`` is the first, and the second has vLLM's own names alone."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     path = "fmha.vllm.Backend"
@@ -32,8 +32,8 @@ def vllm() -> None:
 
 
 def sglang() -> None:
-    """``sglang.srt.plugins``: ``--attention-backend fmha`` is there from then on; ``FMHA_SGLANG_SPARSE=dsa`` has SGLang's
-    own sparse backend compute here."""
+    """``sglang.srt.plugins``: ``--attention-backend fmha`` is there from then on; ``FMHA_SGLANG_SPARSE=dsa`` has
+    SGLang's own sparse backend compute here."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import add_attention_backend_choices
 

@@ -63,7 +63,7 @@ class Backend(DeepseekSparseAttnBackend):
         """Likewise over pages, of 16 bits or of rows of 656 bytes; O ``[tokens, 1, heads, v_head_dim]``."""
         layout = getattr(self, "flashmla_kv_format", "V32")
         if layout != "V32":
-            raise NotImplementedError(f"flashmla_kv_format {layout} is not V32: rows without a rotary part are not read")
+            raise NotImplementedError(f"flashmla_kv_format {layout} is not V32, whose rows have a rotary part")
         q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
         is_fp8 = bool(self.dsa_kv_cache_store_fp8)
         pages = kv_cache.view(-1, self.physical_page_size, 1, self.kv_cache_dim if is_fp8 else layer.head_dim)

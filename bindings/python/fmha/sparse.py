@@ -396,18 +396,18 @@ def index_loss(
     *,
     allow_fallback: bool = False,
 ) -> torch.Tensor:
-    """The loss that trains an indexer, f32 ``[batch, seqlen_q]``: KL divergence of the softmax of each list's scores from
-    the target, which is divided by its sum. Differentiable by ``q``, ``k`` and ``weights``; each list is fixed.
+    """The loss that trains an indexer, f32 ``[batch, seqlen_q]``: KL divergence of the softmax of each list's scores
+    from the target, which is divided by its sum. Differentiable by ``q``, ``k`` and ``weights``; each list is fixed.
 
     Args:
         q: the indexer's, ``[batch, seqlen_q, num_heads, head_dim]``, f32, f16 or bf16.
         k: ``[batch, seqlen_k, head_dim]``, f32, f16 or bf16.
         weights: f32 ``[batch, seqlen_q, num_heads]``.
-        indices: i32 ``[batch, seqlen_q, topk]``, as :func:`index_lists` writes them. An entry that is negative, or at or
-            past seqlen_k, is absent; one that stands twice counts twice.
+        indices: i32 ``[batch, seqlen_q, topk]``, as :func:`index_lists` writes them. An entry that is negative, or at
+            or past seqlen_k, is absent; one that stands twice counts twice.
         target: f32 ``[batch, seqlen_q, topk]``, as :func:`index_target` makes it; a constant.
-        allow_fallback: whether torch's operators may serve. On the CPU the library computes it, on one thread; no kernel
-            of a GPU does, nor any in float64, so such a call is refused without this.
+        allow_fallback: whether torch's operators may serve. On the CPU the library computes it, on one thread; no
+            kernel of a GPU does, nor any in float64, so such a call is refused without this.
 
     Returns:
         The loss of each query: 0 where its list has no key, or its target sums to 0.

@@ -15,7 +15,7 @@ caches on the host, sinks and every other quantised cache are refused by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MLAAttentionImpl
@@ -60,7 +60,7 @@ class Builder(_dense.Builder):
         dense = super().build(common_prefix_len, common, fast_build)
         requests = dense.query_start_loc.shape[0] - 1
         counts = dict(num_reqs=requests, num_decodes=requests, num_decode_tokens=dense.num_actual_tokens)
-        return Metadata(**vars(dense), **counts)
+        return Metadata(**{**vars(dense), **counts})
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
         return Metadata(**{**vars(metadata), "block_table": blk_table, "slot_mapping": slot_mapping})
@@ -102,8 +102,8 @@ class Impl(MLAAttentionImpl):
         # Arguments that are not read: q_lora_rank, qk_nope_head_dim, qk_head_dim, v_head_dim and kv_b_proj belong to
         # the layer's projections and to a dense prefill. Kernels take any number of heads, so q_pad_num_heads is no
         # need; lists are not converted, so index_group_builder has nothing to share.
-        refused = dict(alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
-        refused.update(kv_sharing_target_layer_name=kv_sharing_target_layer_name, **beside)
+        refused: Dict[str, Any] = dict(alibi_slopes=alibi_slopes, sliding_window=sliding_window)
+        refused.update(logits_soft_cap=logits_soft_cap, kv_sharing_target_layer_name=kv_sharing_target_layer_name, **beside)
         for name, value in refused.items():
             if value:
                 raise NotImplementedError(f"{name} is given: latent attention over lists does not take it")
@@ -127,10 +127,10 @@ class Impl(MLAAttentionImpl):
 
     @property
     def topk_indices_buffer(self) -> torch.Tensor:
-        """i32 ``[tokens, topk]``: positions in a request, -1 absent. An indexer may be given another buffer later, so it
-        is asked each time."""
-        buffer: torch.Tensor = self._lists if self._indexer is None else self._indexer.topk_indices_buffer
-        return buffer
+        """i32 ``[tokens, topk]``: positions in a request, -1 absent. An indexer may be given another buffer later, so
+        it is asked each time."""
+        buffer: Any = self._lists if self._indexer is None else self._indexer.topk_indices_buffer
+        return buffer  # type: ignore[no-any-return]
 
     @topk_indices_buffer.setter
     def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
@@ -149,7 +149,8 @@ class Impl(MLAAttentionImpl):
         if self.kv_cache_dtype in _OF_BYTES:
             cache = cache.view(torch.uint8)
             if cache.shape[-1] != _ROW_BYTES:
-                raise ValueError(f"a cache of {self.kv_cache_dtype} has rows of {cache.shape[-1]} bytes, not {_ROW_BYTES}")
+                said = f"a cache of {self.kv_cache_dtype} has rows of {cache.shape[-1]} bytes"
+                raise ValueError(f"{said}, not {_ROW_BYTES}")
         elif cache.dtype != rows.dtype:
             raise ValueError(f"kv_cache is of {cache.dtype}, but q of {rows.dtype}")
         tokens = rows.shape[0]

@@ -154,10 +154,10 @@ def test_what_is_wrong_is_named():
     nowhere = [x.to("meta") for x in drawn(1)]
     with pytest.raises(NotImplementedError, match="q is on meta: no kernel computes an indexer's loss in meta"):
         sparse.index_loss(*nowhere)
-    lse = torch.zeros(2, 4, 5)
+    lse, two_heads = torch.zeros(2, 4, 5), k[:, :, None].expand(-1, -1, 2, -1)
     for said, call in [
         ("lse has shape (2, 4, 5), not (2, 3, 5)", (q, k[:, :, None], lse, indices)),
-        ("num_heads_q 3 is not a multiple of num_heads_kv 2", (q, k[:, :, None].expand(-1, -1, 2, -1), lse[:, :3], indices)),
+        ("num_heads_q 3 is not a multiple of num_heads_kv 2", (q, two_heads, lse[:, :3], indices)),
     ]:
         with pytest.raises(ValueError) as refusal:
             sparse.index_target(*call)
@@ -173,4 +173,5 @@ def test_calls_without_keys_or_queries_have_losses_of_zero():
         assert loss.shape == q[:2] and loss.sum() == 0
         loss.sum().backward()
         assert all(x.grad.abs().sum() == 0 for x in given)
-    assert sparse.index_target(torch.ones(1, 2, 1, 4), torch.ones(1, 0, 1, 4), torch.zeros(1, 1, 2), indices.new_zeros(1, 2, 3)).sum() == 0
+    q, k, lse = torch.ones(1, 2, 1, 4), torch.ones(1, 0, 1, 4), torch.zeros(1, 1, 2)
+    assert sparse.index_target(q, k, lse, indices.new_zeros(1, 2, 3)).sum() == 0
