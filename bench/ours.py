@@ -51,7 +51,8 @@ class FmhaCache(Structure):
     _fields_ = [
         ("struct_bytes", c_uint64),
         *((n, c_int64) for n in ("seqlen_new", "max_pos")),
-        *((n, FmhaStrides) for n in ("k_new", "v_new")),
+        *((n, FmhaStrides) for n in ("k_new", "v_new", "k_scale", "v_scale")),
+        ("scale_block", c_int64),
         *((n, c_int32) for n in ("packed_new", "tree_mask", "rotary_dim", "rotary_interleaved")),
         *((n, c_int32) for n in ("dtype_rotary", "dtype_cache", "v_in_k", "cache_rows")),
     ]
@@ -101,7 +102,8 @@ class FmhaArgs(Structure):
         *((n, c_void_p) for n in ("stream", "q", "k", "v", "o", "bias", "lse", "keep_mask", "row_max")),
         *((n, c_void_p) for n in ("head_max", "key_sum", "cu_seqlens_q", "cu_seqlens_k", "seqused_q")),
         *((n, c_void_p) for n in ("seqused_k", "block_table", "alibi_slopes", "sink", "descale_q")),
-        *((n, c_void_p) for n in ("descale_k", "descale_v", "scale_o", "dout", "dq", "dk", "dv", "dbias")),
+        *((n, c_void_p) for n in ("descale_k", "descale_v", "k_scale", "v_scale", "scale_o", "dout")),
+        *((n, c_void_p) for n in ("dq", "dk", "dv", "dbias")),
         *((n, c_void_p) for n in ("dlse", "dsink", "k_new", "v_new", "cu_seqlens_new", "rotary_cos")),
         *((n, c_void_p) for n in ("rotary_sin", "tree_mask", "indices", "topk_length", "intervals")),
         *((n, c_void_p) for n in ("mask_bits", "kv_num_blocks", "kv_indices", "full_kv_num_blocks")),

@@ -365,6 +365,7 @@ fn the_table_of_names_is_that_of_the_doors() {
         "FmhaSecondArgs",
         "FmhaChooseProblem",
         "FmhaChooseArgs",
+        "FmhaIndexLoss",
         "FmhaQuantizeProblem",
         "FmhaQuantizeArgs",
         "FmhaRanks",
@@ -400,7 +401,9 @@ fn the_table_of_names_is_that_of_the_doors() {
     lacks("not in Python", &python, &keywords);
 
     let mut options = &typed_options("cli/src/options.rs") | &typed_options("cli/src/cache.rs");
-    options.extend(typed_options("cli/src/ranks.rs"));
+    for file in ["ranks", "lists_file"] {
+        options.extend(typed_options(&format!("cli/src/{file}.rs")));
+    }
     lacks("not in the table, the command", &options, &command);
     let of_plans = typed_options("cli/src/explain.rs");
     lacks("not an option of the command", &command, &(&options | &of_plans));

@@ -201,6 +201,14 @@ typedef struct FmhaCache {
   struct FmhaStrides k_new;
   // New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; none with v_in_k.
   struct FmhaStrides v_new;
+  // Scales of K, f32 [batch, ceil(seqlen_k / scale_block), num_heads_kv]; packed [total_k, num_heads_kv]; paged
+  // [num_pages, page_size / scale_block, num_heads_kv]; seqlen_stride is from scale to scale. Not read where
+  // scale_block is 0.
+  struct FmhaStrides k_scale;
+  // Scales of V, as k_scale.
+  struct FmhaStrides v_scale;
+  // Rows that share a scale, beside dtype_cache: 1: a scale for each token and head; 0: no scales by rows.
+  int64_t scale_block;
   // 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
   int32_t packed_new;
   // 1: a tree mask is used in place of the mask "b"; else 0.
@@ -627,6 +635,10 @@ typedef struct FmhaArgs {
   const float *descale_k;
   // Read: FP8 V's factor, as descale_q.
   const float *descale_v;
+  // Read; with seqlen_new written, too: scales of a cache's K by rows, f32.
+  float *k_scale;
+  // Read; with seqlen_new written, too: scales of a cache's V by rows, f32.
+  float *v_scale;
   // Read: the factor by which FP8 O is multiplied, f32 [1]. Backward does not read it.
   const float *scale_o;
   // Read: gradient of O.
@@ -859,6 +871,50 @@ typedef struct FmhaChooseArgs {
   uint64_t workspace_bytes;
 } FmhaChooseArgs;
 
+// The loss that trains an indexer, and its gradients: for each query the KL divergence of the softmax of its list's
+// scores, sum_h relu(q_h . k) w_h, from a target, which is divided by its sum and has no gradient. All tensors are
+// contiguous, in host memory. Set everything to 0 first, then what is wanted.
+typedef struct FmhaIndexLoss {
+  // sizeof(FmhaIndexLoss).
+  uint64_t struct_bytes;
+  // Sequences.
+  int64_t batch;
+  // Queries of a sequence.
+  int64_t seqlen_q;
+  // Keys of a sequence.
+  int64_t seqlen_k;
+  // Entries of each list.
+  int64_t topk;
+  // Heads of q.
+  int64_t num_heads;
+  // Elements of a row of q and k.
+  int64_t head_dim;
+  // Read: [batch, seqlen_q, num_heads, head_dim].
+  const void *q;
+  // Read: [batch, seqlen_k, head_dim].
+  const void *k;
+  // Read: weights of heads, f32 [batch, seqlen_q, num_heads].
+  const float *weights;
+  // Read: i32 [batch, seqlen_q, topk]: positions. Absent: an entry below 0, or at or past seqlen_k.
+  const int32_t *indices;
+  // Read: f32 [batch, seqlen_q, topk]: attention's probabilities of the listed keys, summed over heads.
+  const float *target;
+  // Read: what each query's gradients are multiplied by, f32 [batch, seqlen_q]; null: 1.
+  const float *dloss;
+  // Written: f32 [batch, seqlen_q]; 0 for a query without keys, or whose target sums to 0; null: not wanted.
+  float *loss;
+  // Written: gradient of q, f32 in its shape; null: not wanted.
+  float *dq;
+  // Written: gradient of k, f32 in its shape; null: not wanted.
+  float *dk;
+  // Written: gradient of the weights, f32 in their shape; null: not wanted.
+  float *dweights;
+  // Type of q: FMHA_F32, FMHA_F16 or FMHA_BF16.
+  int32_t dtype_q;
+  // Type of k: FMHA_F32, FMHA_F16 or FMHA_BF16.
+  int32_t dtype_k;
+} FmhaIndexLoss;
+
 // All that a plan of a conversion to a format with scales by blocks is made of: a tensor
 // [batch, seqlen, num_heads, dim] to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences;
 // packed rows are one. Set everything to 0 first, then what is wanted.
@@ -1053,6 +1109,14 @@ int fmha_plan_choose(const char *device,
 // # Safety
 // As `fmha_run`.
 int fmha_run_choose(const struct FmhaPlan *plan, const struct FmhaChooseArgs *args);
+
+// Computes an indexer's loss and its gradients, before it returns. `device` is "cpu" (as null): no kernel of a GPU
+// computes them, and every other device is refused. Returns 0, or not 0 (see `fmha_last_error`) with nothing written.
+//
+// # Safety
+// `device` is null or a C string; `call` is null, or its pointers are null or memory as large as it says.
+int fmha_index_loss(const char *device,
+                    const struct FmhaIndexLoss *call);
 
 // Plans a conversion of a tensor to a format with scales by blocks, which FmhaProblem.block_scales takes.
 //

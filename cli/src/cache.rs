@@ -1,7 +1,7 @@
 //! The options of a KV cache: pages, new rows, positions, a narrower type, a tree of drafted tokens.
 
 use clap::Args;
-use fmha::{Append, BlockFormat, DType, Dims, FwdProblem, KvLayout, Rotary, RotaryPairs};
+use fmha::{Append, BlockFormat, CacheScales, DType, Dims, FwdProblem, KvLayout, Rotary, RotaryPairs};
 
 use crate::failure::Failure;
 use crate::options::{at_least_0, at_least_1, dtype};
@@ -34,6 +34,10 @@ pub(super) struct CacheOptions {
     /// FP8 type of the cache with 16-bit queries, with the factors of --qscale: fp8, bf8, ...
     #[arg(long = "cache-type", value_name = "TYPE", value_parser = dtype("cache_type"))]
     dtype_cache: Option<DType>,
+
+    /// Scales of an FP8 cache's rows (--cache-type), each for N rows of a kv head, in place of --qscale; 0 = none
+    #[arg(long, value_name = "N", default_value = "0", value_parser = at_least_0("cache_scales"), allow_negative_numbers = true)]
+    cache_scales: u32,
 
     /// Q, K and V in a format with scales by blocks, whose values are of --prec (bf16, fp32): mxfp8_e4m3, mxfp8_e5m2 or
     /// nvfp4
@@ -73,6 +77,7 @@ impl CacheOptions {
             ("append", number(self.append)),
             ("rotary", number(self.rotary_dim)),
             ("cache_type", self.dtype_cache.map(|dtype| dtype.to_string())),
+            ("cache_scales", number(self.cache_scales)),
             ("block_scales", self.block_scales.map(|format| format.to_string())),
             ("v_in_k", number(self.v_in_k.into())),
             ("tree", number(self.tree.into())),
@@ -148,6 +153,9 @@ impl CacheOptions {
         if self.v_in_k {
             (problem.strides.v, problem.dtypes.v, problem.scales.descale_v) =
                 (problem.strides.k, problem.dtypes.qk, problem.scales.descale_k);
+        }
+        if self.cache_scales > 0 {
+            problem.cache.scales = Some(CacheScales::new(problem, self.cache_scales));
         }
         if self.append > 0 {
             problem.cache.append = Some(Append::batch(problem, self.append));

@@ -281,6 +281,8 @@ impl Setup {
             seqused_q: list(&self.seqused_q),
             seqused_k: list(&self.seqused_k),
             block_table: self.cache.block_table.clone(),
+            indices: self.lists.indices.clone(),
+            topk_length: self.lists.topk_length.clone(),
             tree_mask: self.cache.tree_mask.clone(),
             masks: self.masks.clone(),
             ..Lengths::default()

@@ -16,6 +16,7 @@ mod files;
 #[cfg(test)]
 mod fuzz;
 mod job;
+mod lists_file;
 mod mask_file;
 mod mask_plot;
 mod memory;

@@ -57,6 +57,16 @@ pub(super) fn decode_mask(file: Vec<u8>) -> Result<Mask, String> {
     Ok(Mask { elem, shape, bytes })
 }
 
+/// Shape and elements of a file of i32.
+pub(super) fn decode_i32(file: Vec<u8>) -> Result<(Vec<u64>, Vec<i32>), String> {
+    let elem = |descr: &str| match descr {
+        "<i4" => Ok(("i32", 4)),
+        other => Err(format!("dtype {other} is not i32 (<i4)")),
+    };
+    let (_, shape, bytes) = decode_as(file, elem)?;
+    Ok((shape, bytes.as_chunks::<4>().0.iter().map(|word| i32::from_le_bytes(*word)).collect()))
+}
+
 /// The elements' type, whose name and size `elem` returns, the shape, and the bytes in C order.
 fn decode_as<E: fmt::Display>(
     mut file: Vec<u8>,

@@ -11,6 +11,7 @@ use fmha::{Accuracy, Backend, DType, MaskSpec, PassedOver, PlanOptions, ProblemE
 
 use crate::cache::CacheOptions;
 use crate::failure::Failure;
+use crate::lists_file::ListArgs;
 
 /// Options that describe a problem.
 #[derive(Clone, Debug, Args)]
@@ -160,6 +161,9 @@ pub(super) struct ProblemArgs {
 
     #[command(flatten)]
     pub(super) cache: CacheOptions,
+
+    #[command(flatten)]
+    pub(super) listed: ListArgs,
 }
 
 /// Device and kernel of a command.
@@ -355,7 +359,7 @@ fn or_same(field: &'static str) -> impl Fn(&str) -> Result<OrSame, String> + Clo
     }
 }
 
-fn lengths(field: &'static str) -> impl Fn(&str) -> Result<Lengths, String> + Clone {
+pub(super) fn lengths(field: &'static str) -> impl Fn(&str) -> Result<Lengths, String> + Clone {
     move |text| {
         let one = at_least_0(field);
         text.split(',').map(one).collect::<Result<_, _>>().map(Lengths)

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use fmha::{Bias, BiasBroadcast, KvLayout, QLayout, Roofline, Totals, VLayout};
+use fmha::{Bias, BiasBroadcast, KvLayout, ListEntries, QLayout, Roofline, Totals, VLayout};
 
 use crate::failure::Failure;
 use crate::setup::Setup;
@@ -68,6 +68,17 @@ pub(super) fn describe(setup: &Setup) -> String {
     }
     if let Some(cache) = fwd.cache.dtype {
         let _ = write!(text, ", {cache} cache");
+    }
+    if let Some(scales) = &fwd.cache.scales {
+        let _ = write!(text, ", a scale for {} rows", scales.block);
+    }
+    if let Some(lists) = &fwd.lists {
+        let of = match lists.entries {
+            ListEntries::Addresses => "addresses".to_owned(),
+            ListEntries::Blocks { size } => format!("blocks of {size} keys"),
+            _ => "keys".to_owned(),
+        };
+        let _ = write!(text, ", lists of {} {of}", lists.topk);
     }
     for (on, word) in [
         (fwd.cache.v_in_k, "V in K"),

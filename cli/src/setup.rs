@@ -12,6 +12,7 @@ use fmha_core::work::Work;
 
 use crate::cache::CachePlaces;
 use crate::failure::Failure;
+use crate::lists_file::ListNumbers;
 use crate::mask_file;
 use crate::memory::room_for;
 use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
@@ -35,6 +36,8 @@ pub(super) struct Setup {
     pub(super) cache: CachePlaces,
     /// Elements of the tensors of the call's masks.
     pub(super) masks: MaskNumbers,
+    /// Elements of the tensors of the call's lists of keys.
+    pub(super) lists: ListNumbers,
 }
 
 /// Types and shapes of the tensors that the user brings.
@@ -100,7 +103,7 @@ impl Setup {
         }
         SeqArgs::default()
             .totals(self.totals())
-            .block_table(self.cache.num_pages.map(|_| BlockTable {
+            .block_table(self.cache.num_pages.filter(|_| !self.fwd.lists_addresses()).map(|_| BlockTable {
                 pages: DevSlice::host(&self.cache.block_table),
                 max_pages: self.cache.max_pages,
             }))
@@ -127,6 +130,7 @@ impl ProblemArgs {
         self.backward_options_fit()?;
         let group = self.mode == Mode::Group;
         self.cache.fit(group, given.is_some(), self.backward)?;
+        self.listed.fit(self.cache.kv_layout())?;
         let batch = self.batch(given)?;
         // Memory for offsets, lengths and places of each sequence, here and where they are checked.
         room_for(&format_args!("batch {batch}"), u128::from(batch) * 8 * size_of::<SeqSpan>() as u128)?;
@@ -162,7 +166,7 @@ impl ProblemArgs {
             3328,
         )?;
 
-        let dims = Dims {
+        let mut dims = Dims {
             batch,
             seqlen_q: q.longest,
             seqlen_k: k.longest,
@@ -176,6 +180,10 @@ impl ProblemArgs {
             k.used = Some(vec![before.cast_signed(); batch as usize]);
         }
         let cache = self.cache.places(dims)?;
+        if self.listed.list_addresses {
+            // An address has a page of its own, and no sequence: K's sequences have no length.
+            dims.seqlen_k = 0;
+        }
         let totals = match (&q.packed, &k.packed) {
             (Some((total_q, _)), Some((total_k, _))) => Totals::packed(*total_q, *total_k),
             _ => Totals { num_pages: cache.num_pages, ..Totals::NONE },
@@ -185,6 +193,7 @@ impl ProblemArgs {
             Some(path) => mask_file::load(&mut fwd, totals, path)?,
             None => MaskNumbers::default(),
         };
+        let lists = self.listed.load(&mut fwd, totals)?;
         let bwd = self.backward.then(|| self.backward_of(&fwd));
         match &bwd {
             Some(bwd) => bwd.clone().validate().map(|_| ())?,
@@ -203,6 +212,7 @@ impl ProblemArgs {
             deterministic: self.deterministic,
             cache,
             masks,
+            lists,
         };
         setup.spans()?;
         Ok(setup)
@@ -447,7 +457,7 @@ fn agree(field: &str, asked: Option<u32>, given: Option<u32>, otherwise: u32) ->
 }
 
 /// One length for each sequence: from a list of that length, or one number for all.
-fn each(field: &str, lengths: &Lengths, batch: u32) -> Result<Vec<u32>, Failure> {
+pub(super) fn each(field: &str, lengths: &Lengths, batch: u32) -> Result<Vec<u32>, Failure> {
     match lengths.0.as_slice() {
         &[one] => {
             let mut all = Vec::new();

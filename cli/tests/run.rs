@@ -141,6 +141,101 @@ fn a_mask_of_a_file_is_intervals_or_bits_by_its_type_and_is_refused_by_its_axis(
     }
 }
 
+/// Lists of keys with absent and repeated entries, drawn by a seed.
+fn drawn_entries(count: usize, reach: i32, seed: u64) -> Vec<u8> {
+    let mut state = seed;
+    let entry = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 40) as i32 % (reach + 4) - 2).to_le_bytes()
+    };
+    (0..count).flat_map(entry).collect()
+}
+
+#[test]
+fn lists_of_a_file_are_keys_blocks_or_addresses_and_are_refused_by_their_axis() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, descr: &str, shape: &[usize], bytes: &[u8]| {
+        let path = folder.path().join(format!("{name}.npy"));
+        std::fs::write(&path, npy(descr, shape, bytes)).unwrap();
+        path.display().to_string()
+    };
+    let ints = |numbers: &[i32]| -> Vec<u8> { numbers.iter().flat_map(|n| n.to_le_bytes()).collect() };
+    let of_heads = file("of_heads", "<i4", &[2, 6, 2, 9], &drawn_entries(216, 40, 1));
+    let of_all = file("of_all", "<i4", &[2, 6, 9], &drawn_entries(108, 40, 2));
+    let packed = file("packed", "<i4", &[6, 1, 9], &drawn_entries(54, 30, 3));
+    let pages = file("pages", "<i4", &[2, 6, 9], &drawn_entries(108, 80, 4));
+    let per_token = file("per_token", "<i4", &[2, 6], &ints(&[9, 3, 0, 12, -1, 5, 1, 2, 3, 4, 5, 6]));
+    let per_sequence = file("per_sequence", "<i4", &[2], &ints(&[4, 9]));
+    let size = "-b 2 -s 6 -s_k 40";
+    for (options, said) in [
+        (format!("{size} --lists {of_heads} --lse"), "lists of 9 keys"),
+        (format!("{size} --lists {of_all} --mask b --bias a"), "lists of 9 keys"),
+        (format!("{size} --lists {of_heads} --backward --deterministic"), "lists of 9 keys"),
+        (format!("{size} --lists {of_all} --topk-length 3,7 --sink --lse --lse-without-sink"), "sinks"),
+        (format!("{size} --lists {of_heads} --topk-length {per_token} --prec bf16"), "lists of 9 keys"),
+        (format!("{size} --lists {of_all} -topk_length={per_sequence} --backward"), "lists of 9 keys"),
+        (format!("{size} --lists {of_all} --list-block 4"), "lists of 9 blocks of 4 keys"),
+        (format!("{size} --lists {of_all} --page-size 8"), "pages of 8, lists of 9 keys"),
+        (format!("{size} --lists {pages} --page-size 8 --list-addresses"), "lists of 9 addresses"),
+        (format!("--mode 1 -s 4,2 -s_k 30,11 --lists {packed} --lse"), "lists of 9 keys"),
+    ] {
+        let ran = fmha(&format!("run -h 4 --heads-kv 2 -d 16 --backend cpu --repeat 1 {options}"));
+        assert_eq!(ran.status, 0, "{options}: {}{}", ran.out, ran.err);
+        assert!(ran.out.contains(said) && ran.out.ends_with("PASS\n"), "{options}: {}", ran.out);
+    }
+    let floats = file("floats", "<f4", &[2, 6, 9], &drawn_entries(108, 9, 5));
+    let short = file("short", "<i4", &[5], &ints(&[1; 5]));
+    for (options, said) in [
+        (format!("-s 7 --lists {of_all}"), "shape [2, 6, 9] has 6 for seqlen_q, not 7"),
+        (format!("-s 6 --lists {packed}"), "shape [6, 1, 9] has 6 for batch, not 2"),
+        (format!("-s 6 --heads-kv 1 --lists {of_heads}"), "has 2 heads, not 1 or num_heads_kv 1"),
+        (format!("-s 6 --lists {short}"), "rank 1 (shape [5]) is not in 3..=4"),
+        (format!("-s 6 --lists {floats}"), "dtype <f4 is not i32 (<i4)"),
+        ("-s 6 --lists nowhere.npy".to_owned(), "nowhere.npy"),
+        (format!("-s 6 --lists {of_all} --topk-length 1,2,3"), "topk_length has 3 lengths, but batch is 2"),
+        (
+            format!("-s 6 --lists {of_all} --topk-length {short}"),
+            "shape [5] is neither [2] (batch) nor [2, 6]",
+        ),
+        (format!("-s 6 --lists {of_all} --list-addresses"), "list_addresses 1 goes with --page-size"),
+        (format!("-s 6 --lists {of_all} --lse-without-sink"), "lse_without_sink"),
+        ("-s 6 --topk-length 3".to_owned(), "topk_length 3 goes with --lists"),
+        ("-s 6 --list-block 3".to_owned(), "list_block 3 goes with --lists"),
+        (format!("-s 6 --lists {of_all} --list-block 0"), "list_block 0 is not in 1..=2147483647"),
+    ] {
+        let heads = if options.contains("heads-kv") { "" } else { "--heads-kv 2" };
+        let ran = fmha(&format!("run -b 2 -h 4 {heads} -d 16 --backend cpu {options}"));
+        assert_ne!(ran.status, 0, "{options}");
+        assert!(ran.err.contains(said), "{options}: {}", ran.err);
+    }
+}
+
+#[test]
+fn scales_of_a_cache_by_rows_run_and_are_refused_by_what_does_not_go_with_them() {
+    for options in [
+        "--prec bf16 --cache-type fp8 --cache-scales 1",
+        "--cache-type bf8 --cache-scales 16 --mask b --lse",
+        "--cache-type fp8 --cache-scales 4 --page-size 8 --seqused-k 40,3",
+        "--cache-type fp8 --cache-scales 1 --page-size 8 --append 3 --mask b",
+    ] {
+        passes(&format!("run --backend cpu -b 2 -h 2 -s 5 --seqlen-k 40 -d 16 --repeat 1 {options}"));
+    }
+    for (options, said) in [
+        ("--cache-scales 2", "cache_scales of blocks of 2 rows go with a dtype_cache in FP8"),
+        (
+            "--cache-type fp8 --cache-scales 2 --append 1",
+            "append of seqlen_new 1 beside cache_scales of blocks of 2",
+        ),
+        ("--cache-type fp8 --cache-scales 3 --page-size 8", "page_size 8 is not a multiple of the 3 rows"),
+        ("--cache-type fp8 --cache-scales 1 --qscale kv", "descale_k"),
+        ("--cache-type fp8 --cache-scales 1 --backward", "goes with the forward"),
+    ] {
+        let ran = fmha(&format!("run --backend cpu -b 2 -h 2 -s 5 --seqlen-k 40 -d 16 {options}"));
+        assert_ne!(ran.status, 0, "{options}");
+        assert!(ran.err.contains(said), "{options}: {}", ran.err);
+    }
+}
+
 /// The command's words, where a quoted text is one word.
 fn quoted(line: &str) -> Ran {
     let mut words: Vec<String> = vec![];

@@ -4,9 +4,9 @@ use std::ffi::{CStr, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BlockFormat, BlockScales, BwdProblem,
-    CacheRows, CombineProblem, DType, Descale, Device, Dims, DropoutSeed, ElementwiseBias, FwdProblem,
-    KeyLists, KvLayout, ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout,
-    Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
+    CacheRows, CacheScales, CombineProblem, DType, Descale, Device, Dims, DropoutSeed, ElementwiseBias,
+    FwdProblem, KeyLists, KvLayout, ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions,
+    ProblemError, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;
@@ -229,7 +229,12 @@ fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemE
         0 => None,
         code => Some(dtype("dtype_cache", code)?),
     };
+    let scales = match size("scale_block", cache.scale_block)? {
+        0 => None,
+        block => Some(CacheScales::strided(block, [strides(&cache.k_scale), strides(&cache.v_scale)])),
+    };
     Ok(problem
+        .cache_scales(scales)
         .append((seqlen_new > 0).then_some(append))
         .rotary(rotary(cache)?)
         .tree_mask(flag("tree_mask", cache.tree_mask)?)

@@ -11,6 +11,7 @@ mod code;
 #[cfg(test)]
 mod contract;
 mod host;
+mod index_loss;
 mod masks;
 mod plan;
 mod quantize;
@@ -27,6 +28,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use fmha::{DevBuffer, Device, Error, ProblemError};
 
 pub use host::{Choice, tile_options};
+pub use index_loss::index_loss;
 pub use masks::FmhaMaskObject;
 pub use plan::FmhaPlan;
 pub use ranks::*;
@@ -193,6 +195,20 @@ pub unsafe extern "C" fn fmha_plan_choose(
 pub unsafe extern "C" fn fmha_run_choose(plan: *const FmhaPlan, args: *const FmhaChooseArgs) -> c_int {
     // SAFETY: the caller keeps the contract of `fmha_run_choose`.
     unsafe { run_plan(plan, args, FmhaPlan::run_choose) }
+}
+
+/// Computes an indexer's loss and its gradients, before it returns. `device` is "cpu" (as null): no kernel of a GPU
+/// computes them, and every other device is refused. Returns 0, or not 0 (see `fmha_last_error`) with nothing written.
+///
+/// # Safety
+/// `device` is null or a C string; `call` is null, or its pointers are null or memory as large as it says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_index_loss(device: *const c_char, call: *const FmhaIndexLoss) -> c_int {
+    guard(|| {
+        not_null("call", call)?;
+        // SAFETY: the caller keeps the contract of `fmha_index_loss`; `call` is not null.
+        unsafe { index_loss::on(device, &*call) }
+    })
 }
 
 /// Plans a conversion of a tensor to a format with scales by blocks, which FmhaProblem.block_scales takes.

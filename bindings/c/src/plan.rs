@@ -278,6 +278,7 @@ impl FmhaPlan {
             ] {
                 *to = memory.write_if(name, wanted, at, elems * 4, DType::F32)?;
             }
+            memory.cache_scales(problem, given, &extents, &mut args)?;
             args.scale_o = memory.read_if("scale_o", problem.scales.scale_o, given.scale_o, 4, DType::F32)?;
             args.seq = memory.seq(problem, given, totals)?;
             args.score = memory.score(problem, given)?;
@@ -298,7 +299,7 @@ impl FmhaPlan {
     unsafe fn backward(&self, plan: &BwdPlan, captures: &Captures, given: &FmhaArgs) -> Result<()> {
         let (problem, memory) = (plan.problem(), Memory(self.space));
         let fwd = problem.fwd();
-        absent!(given, "it", row_max, head_max, key_sum, second);
+        absent!(given, "it", row_max, head_max, key_sum, second, k_scale, v_scale);
         let totals = host::totals(fwd, given)?;
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
@@ -778,6 +779,38 @@ impl Memory {
                 Some(self.coded("block_scale_k", given.block_scale_k, (scales.k, k), elem)?);
             args.block_scale_v =
                 Some(self.coded("block_scale_v", given.block_scale_v, (scales.v, v), elem)?);
+        }
+        Ok(())
+    }
+
+    /// Adds the scales of a cache by rows to a run's operands.
+    ///
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn cache_scales(
+        self,
+        problem: &FwdProblem,
+        given: &FmhaArgs,
+        extents: &Extents,
+        args: &mut FwdArgs<'_>,
+    ) -> Result<(), ProblemError> {
+        let Some(scales) = &problem.cache.scales else {
+            absent!(given, "cache.scale_block", k_scale, v_scale);
+            return Ok(());
+        };
+        let appends = problem.cache.append.is_some();
+        for (to, name, at, strides, of) in [
+            (&mut args.k_scale, "k_scale", given.k_scale, scales.k, extents.k),
+            (&mut args.v_scale, "v_scale", given.v_scale, scales.v, extents.v),
+        ] {
+            let of = (strides, scales.shape(of));
+            // SAFETY: the caller keeps the contract of `cache_scales`.
+            *to = Some(unsafe {
+                match appends {
+                    true => self.output(name, at, of, DType::F32)?.into(),
+                    false => self.input(name, at, of, DType::F32)?.into(),
+                }
+            });
         }
         Ok(())
     }

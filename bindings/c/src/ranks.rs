@@ -506,7 +506,7 @@ impl FmhaDistPlan {
         absent!(given, "it", block_table, keep_mask, row_max, head_max, key_sum, scale_o, dbias, dlse);
         absent!(given, "it", k_new, v_new, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask);
         absent!(given, "it", indices, topk_length, built, second);
-        absent!(given, "it", block_scale_q, block_scale_k, block_scale_v);
+        absent!(given, "it", block_scale_q, block_scale_k, block_scale_v, k_scale, v_scale);
         absent!(given, "it: a plan over ranks has scratch of its own", workspace);
         if self.gradients.is_none() {
             absent!(given, "gradients", dout, dq, dk, dv, dsink);

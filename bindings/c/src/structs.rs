@@ -142,6 +142,14 @@ pub struct FmhaCache {
     pub k_new: FmhaStrides,
     /// New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; none with v_in_k.
     pub v_new: FmhaStrides,
+    /// Scales of K, f32 [batch, ceil(seqlen_k / scale_block), num_heads_kv]; packed [total_k, num_heads_kv]; paged
+    /// [num_pages, page_size / scale_block, num_heads_kv]; seqlen_stride is from scale to scale. Not read where
+    /// scale_block is 0.
+    pub k_scale: FmhaStrides,
+    /// Scales of V, as k_scale.
+    pub v_scale: FmhaStrides,
+    /// Rows that share a scale, beside dtype_cache: 1: a scale for each token and head; 0: no scales by rows.
+    pub scale_block: i64,
     /// 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
     pub packed_new: i32,
     /// 1: a tree mask is used in place of the mask "b"; else 0.
@@ -564,6 +572,10 @@ pub struct FmhaArgs {
     pub descale_k: *const f32,
     /// Read: FP8 V's factor, as descale_q.
     pub descale_v: *const f32,
+    /// Read; with seqlen_new written, too: scales of a cache's K by rows, f32.
+    pub k_scale: *mut f32,
+    /// Read; with seqlen_new written, too: scales of a cache's V by rows, f32.
+    pub v_scale: *mut f32,
     /// Read: the factor by which FP8 O is multiplied, f32 [1]. Backward does not read it.
     pub scale_o: *const f32,
     /// Read: gradient of O.
@@ -804,6 +816,52 @@ pub struct FmhaChooseArgs {
     pub workspace: *mut c_void,
     /// Bytes at workspace, as in FmhaArgs.
     pub workspace_bytes: u64,
+}
+
+/// The loss that trains an indexer, and its gradients: for each query the KL divergence of the softmax of its list's
+/// scores, sum_h relu(q_h . k) w_h, from a target, which is divided by its sum and has no gradient. All tensors are
+/// contiguous, in host memory. Set everything to 0 first, then what is wanted.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaIndexLoss {
+    /// sizeof(FmhaIndexLoss).
+    pub struct_bytes: u64,
+    /// Sequences.
+    pub batch: i64,
+    /// Queries of a sequence.
+    pub seqlen_q: i64,
+    /// Keys of a sequence.
+    pub seqlen_k: i64,
+    /// Entries of each list.
+    pub topk: i64,
+    /// Heads of q.
+    pub num_heads: i64,
+    /// Elements of a row of q and k.
+    pub head_dim: i64,
+    /// Read: [batch, seqlen_q, num_heads, head_dim].
+    pub q: *const c_void,
+    /// Read: [batch, seqlen_k, head_dim].
+    pub k: *const c_void,
+    /// Read: weights of heads, f32 [batch, seqlen_q, num_heads].
+    pub weights: *const f32,
+    /// Read: i32 [batch, seqlen_q, topk]: positions. Absent: an entry below 0, or at or past seqlen_k.
+    pub indices: *const i32,
+    /// Read: f32 [batch, seqlen_q, topk]: attention's probabilities of the listed keys, summed over heads.
+    pub target: *const f32,
+    /// Read: what each query's gradients are multiplied by, f32 [batch, seqlen_q]; null: 1.
+    pub dloss: *const f32,
+    /// Written: f32 [batch, seqlen_q]; 0 for a query without keys, or whose target sums to 0; null: not wanted.
+    pub loss: *mut f32,
+    /// Written: gradient of q, f32 in its shape; null: not wanted.
+    pub dq: *mut f32,
+    /// Written: gradient of k, f32 in its shape; null: not wanted.
+    pub dk: *mut f32,
+    /// Written: gradient of the weights, f32 in their shape; null: not wanted.
+    pub dweights: *mut f32,
+    /// Type of q: FMHA_F32, FMHA_F16 or FMHA_BF16.
+    pub dtype_q: i32,
+    /// Type of k: FMHA_F32, FMHA_F16 or FMHA_BF16.
+    pub dtype_k: i32,
 }
 
 /// All that a plan of a conversion to a format with scales by blocks is made of: a tensor

@@ -10,11 +10,11 @@ use proptest::prelude::*;
 
 use crate::host::{self, Choice};
 use crate::{
-    FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_BY_LSE, FMHA_F16,
-    FMHA_F32, FMHA_MXFP8_E4M3, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaCapturedArgs,
-    FmhaCode, FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions,
-    FmhaPartial, FmhaPlan, FmhaProblem, FmhaStrides, fmha_build_mask, fmha_drop, fmha_drop_mask_object,
-    fmha_last_error, fmha_mask_object, fmha_plan, fmha_run, guard,
+    FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_BY_LSE, FMHA_E4M3FN,
+    FMHA_F16, FMHA_F32, FMHA_MXFP8_E4M3, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaCaptured,
+    FmhaCapturedArgs, FmhaCode, FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaLists, FmhaMasks,
+    FmhaOptions, FmhaPartial, FmhaPlan, FmhaProblem, FmhaStrides, fmha_build_mask, fmha_drop,
+    fmha_drop_mask_object, fmha_last_error, fmha_mask_object, fmha_plan, fmha_run, guard,
 };
 
 /// A struct with everything 0 but its size, as `fmha.h` tells callers to start.
@@ -743,6 +743,116 @@ fn rows_of_bytes_are_read_where_they_lie() {
     let wrong = with!(cache, k_new = with!(one(576), dim_stride = 2));
     let text = refused(&Call { p: with!(p, cache = &raw const wrong), a });
     assert!(text.contains("k_new"), "{text}");
+}
+
+/// Strides of scales of dense rows, a scale for each `block` rows and head.
+fn scale_strides(block: usize) -> FmhaStrides {
+    let heads = HEADS as i64;
+    let batch_stride = ROWS.div_ceil(block) as i64 * heads;
+    FmhaStrides { batch_stride, seqlen_stride: heads, head_stride: 1, dim_stride: 1 }
+}
+
+#[test]
+fn a_cache_with_scales_by_rows_is_the_call_on_its_values() {
+    let q = numbers(1, ROWS);
+    // Numbers of E4M3 in 1..2, whose scales are 1 or 1/2: the products are exact in f16.
+    let elements = |seed: usize| -> Vec<u8> {
+        (0..ROWS * HEADS * DIM).map(|i| 0x38 | ((i * 5 + seed) % 8) as u8).collect()
+    };
+    let (k, v) = (elements(1), elements(4));
+    for block in [1, 2, 8] {
+        let halves = |seed: usize| -> Vec<u16> {
+            (0..ROWS.div_ceil(block) * HEADS).map(|i| ((i + seed) % 2) as u16).collect()
+        };
+        let wide = |x: &[u8], halves: &[u16]| -> Vec<u16> {
+            let at = |i: usize| (i / (HEADS * DIM) / block) * HEADS + i / DIM % HEADS;
+            let value = |i: usize, x: u8| 0x3C00 + (u16::from(x & 7) << 7) - 0x400 * halves[at(i)];
+            x.iter().enumerate().map(|(i, &x)| value(i, x)).collect()
+        };
+        let (of_k, of_v) = (halves(0), halves(1));
+        let scales = |halves: &[u16]| halves.iter().map(|&half| if half == 1 { 0.5 } else { 1.0 }).collect();
+        let (mut k_scale, mut v_scale): (Vec<f32>, Vec<f32>) = (scales(&of_k), scales(&of_v));
+        let (mut plain, mut scaled) = (vec![0; q.len()], vec![0; q.len()]);
+        run_on_cpu(&call(&q, &wide(&k, &of_k), &wide(&v, &of_v), &mut plain, 1, &[]));
+        let cache = with!(
+            new!(FmhaCache),
+            dtype_cache = FMHA_E4M3FN,
+            scale_block = block as i64,
+            k_scale = scale_strides(block),
+            v_scale = scale_strides(block),
+        );
+        let base = with!(
+            call(&q, &q, &q, &mut scaled, 1, &[]),
+            p.cache = &raw const cache,
+            a.k = k.as_ptr().cast_mut().cast(),
+            a.v = v.as_ptr().cast_mut().cast(),
+            a.k_scale = k_scale.as_mut_ptr(),
+            a.v_scale = v_scale.as_mut_ptr(),
+        );
+        run_on_cpu(&base);
+        assert_eq!(scaled, plain, "blocks of {block}");
+
+        let text = run(&plan(&base).unwrap(), &with!(base, a.v_scale = null_mut())).unwrap_err();
+        assert!(text.contains("v_scale is null, but"), "{text}");
+        for (wanted, wrong) in [
+            ("scale_block -1 is not in 0..2^32", with!(cache, scale_block = -1)),
+            ("cache_scales of blocks of", with!(cache, dtype_cache = 0)),
+            ("k_scale.head stride -1", with!(cache, k_scale.head_stride = -1)),
+            ("v_in_k", with!(cache, v_in_k = 1)),
+        ] {
+            let text = refused(&with!(base, p.cache = &raw const wrong));
+            assert!(text.contains(wanted), "{text}, not {wanted}");
+        }
+        let unscaled = with!(cache, scale_block = 0);
+        let without = with!(base, p.cache = &raw const unscaled);
+        let text = run(&plan(&without).unwrap(), &without).unwrap_err();
+        let wanted = "k_scale is given, but the problem is without cache.scale_block";
+        assert!(text.contains(wanted), "{text}");
+    }
+}
+
+#[test]
+fn appended_rows_of_a_cache_have_scales_of_their_own() {
+    let (q, ones, twos) = (numbers(1, ROWS), vec![0x3C00u16; HEADS * DIM], vec![0x4000u16; HEADS * DIM]);
+    let (mut k, mut v) = (vec![0x38u8; q.len()], vec![0x38u8; q.len()]);
+    let (mut k_scale, mut v_scale) = ([1f32; ROWS * HEADS], [1f32; ROWS * HEADS]);
+    let (used, mut o) = ([ROWS as i32 - 1], vec![0; q.len()]);
+    let cache = with!(
+        new!(FmhaCache),
+        dtype_cache = FMHA_E4M3FN,
+        scale_block = 1,
+        k_scale = scale_strides(1),
+        v_scale = scale_strides(1),
+        seqlen_new = 1,
+        k_new = DENSE,
+        v_new = DENSE,
+    );
+    let base = with!(
+        call(&q, &q, &q, &mut o, 1, &[]),
+        p.seqused_k = 1,
+        p.cache = &raw const cache,
+        a.k = k.as_mut_ptr().cast(),
+        a.v = v.as_mut_ptr().cast(),
+        a.k_scale = k_scale.as_mut_ptr(),
+        a.v_scale = v_scale.as_mut_ptr(),
+        a.k_new = ones.as_ptr().cast(),
+        a.v_new = twos.as_ptr().cast(),
+        a.seqused_k = used.as_ptr(),
+    );
+    run_on_cpu(&base);
+    // A row's greatest number is stored as the type's largest, 448.
+    let old = (ROWS - 1) * HEADS;
+    let (k_new, v_new) = (&k[old * DIM..], &v[old * DIM..]);
+    assert!(k_new.iter().chain(v_new).all(|&element| element == 0x7E), "{k_new:x?} {v_new:x?}");
+    let of_new = [&k_scale[old..], &v_scale[old..]];
+    assert_eq!(of_new, [[1.0 / 448.0; HEADS], [2.0 / 448.0; HEADS]]);
+    assert!(k_scale[..old].iter().all(|&scale| scale == 1.0));
+    // Scores are equal, so the last row is the mean of four ones and a two.
+    let last = &o[(ROWS - 1) * HEADS * DIM..];
+    assert!(last.iter().all(|&element| element == 0x3CCD), "{last:x?}");
+    let blocks = with!(cache, scale_block = 2, k_scale = scale_strides(2), v_scale = scale_strides(2));
+    let text = refused(&with!(base, p.cache = &raw const blocks));
+    assert!(text.contains("append of seqlen_new 1 beside cache_scales of blocks of 2"), "{text}");
 }
 
 #[test]

@@ -112,6 +112,8 @@ static const Field ARGS[] = {
     FIELD(FmhaArgs, descale_q, POINTER),
     FIELD(FmhaArgs, descale_k, POINTER),
     FIELD(FmhaArgs, descale_v, POINTER),
+    FIELD(FmhaArgs, k_scale, POINTER),
+    FIELD(FmhaArgs, v_scale, POINTER),
     FIELD(FmhaArgs, scale_o, POINTER),
     FIELD(FmhaArgs, dout, POINTER),
     FIELD(FmhaArgs, dq, POINTER),
@@ -175,6 +177,10 @@ static const Field CACHE[] = {
     FIELD(FmhaCache, max_pos, SIZE),
     STRIDES(FmhaCache, k_new, STRIDE),
     STRIDES(FmhaCache, v_new, STRIDE),
+    // Not read where scale_block is 0; the library's own tests make them wrong.
+    STRIDES(FmhaCache, k_scale, FREE),
+    STRIDES(FmhaCache, v_scale, FREE),
+    FIELD(FmhaCache, scale_block, SIZE),
     FIELD(FmhaCache, packed_new, CODE),
     FIELD(FmhaCache, tree_mask, CODE),
     FIELD(FmhaCache, rotary_dim, CODE),
@@ -347,6 +353,28 @@ static const Field CHOOSE[] = {
     FIELD(FmhaChooseProblem, k_scale, CODE),
     FIELD(FmhaChooseProblem, seqused_k, CODE),
     FIELD(FmhaChooseProblem, write_scores, CODE),
+};
+
+static const Field INDEX_LOSS[] = {
+    FIELD(FmhaIndexLoss, struct_bytes, BYTES),
+    FIELD(FmhaIndexLoss, batch, SIZE),
+    FIELD(FmhaIndexLoss, seqlen_q, SIZE),
+    FIELD(FmhaIndexLoss, seqlen_k, SIZE),
+    FIELD(FmhaIndexLoss, topk, SIZE),
+    FIELD(FmhaIndexLoss, num_heads, SIZE),
+    FIELD(FmhaIndexLoss, head_dim, SIZE),
+    FIELD(FmhaIndexLoss, q, POINTER),
+    FIELD(FmhaIndexLoss, k, POINTER),
+    FIELD(FmhaIndexLoss, weights, POINTER),
+    FIELD(FmhaIndexLoss, indices, POINTER),
+    FIELD(FmhaIndexLoss, target, POINTER),
+    FIELD(FmhaIndexLoss, dloss, FREE),
+    FIELD(FmhaIndexLoss, loss, FREE),
+    FIELD(FmhaIndexLoss, dq, FREE),
+    FIELD(FmhaIndexLoss, dk, FREE),
+    FIELD(FmhaIndexLoss, dweights, FREE),
+    FIELD(FmhaIndexLoss, dtype_q, CODE),
+    FIELD(FmhaIndexLoss, dtype_k, CODE),
 };
 
 static const Field CHOOSE_ARGS[] = {
@@ -1193,6 +1221,45 @@ static void choose(void) {
   fmha_drop(plan);
 }
 
+// An indexer's loss and its gradients, over lists of the first two keys.
+static void index_loss(void) {
+  static float weights[BATCH * ROWS * 2], loss[BATCH * ROWS], target[BATCH * ROWS * 2];
+  static int32_t indices[BATCH * ROWS * 2];
+  for (int i = 0; i < BATCH * ROWS * 2; ++i) {
+    weights[i] = 1.0f;
+    indices[i] = i % 2;
+    target[i] = 1.0f + i % 2;
+  }
+  FmhaIndexLoss call = {0};
+  call.struct_bytes = sizeof call;
+  call.batch = BATCH;
+  call.seqlen_q = call.seqlen_k = ROWS;
+  call.topk = call.num_heads = 2;
+  call.head_dim = DIM;
+  call.q = q;
+  call.k = k;
+  call.weights = weights;
+  call.indices = indices;
+  call.target = target;
+  call.loss = loss;
+  call.dq = dq;
+  call.dk = dk;
+  call.dtype_q = call.dtype_k = FMHA_F32;
+  CHECK(fmha_index_loss("cpu", &call) == 0, "an indexer's loss is not computed");
+  for (int i = 0; i < BATCH * ROWS; ++i) CHECK(loss[i] >= -1e-6f, "a loss is %f", loss[i]);
+  clear();
+  refused(fmha_index_loss("cuda:1", &call), "device", "cuda:1");
+  for (size_t i = 0; i < COUNT(INDEX_LOSS); ++i) {
+    char said[64];
+    for (size_t way = 0; way < ways(&INDEX_LOSS[i]); ++way) {
+      FmhaIndexLoss bad = call;
+      clear();
+      spoil(&bad, &INDEX_LOSS[i], way, said);
+      refused(fmha_index_loss("cpu", &bad), INDEX_LOSS[i].name, said);
+    }
+  }
+}
+
 // Contiguous strides.
 static FmhaStrides packed(int rows, int heads, int dim) {
   FmhaStrides s = {(int64_t)rows * heads * dim, (int64_t)heads * dim, dim, 1};
@@ -1336,6 +1403,7 @@ int main(void) {
   combine();
   added();
   choose();
+  index_loss();
   quantize();
   buffers();
   printf("%d wrong structs tried, %d failures\n", tried, failures);

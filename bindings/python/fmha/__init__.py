@@ -337,6 +337,9 @@ def attention_with_kvcache(
     rotary_cos: Optional[Tensor] = None,
     rotary_sin: Optional[Tensor] = None,
     tree_mask: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
+    scale_block: int = 1,
     max_seqlen_new: int = 0,
     head_dim_v: int = 0,
     rotary_interleaved: bool = False,
@@ -356,6 +359,9 @@ def attention_with_kvcache(
     rotary_cos: Optional[Tensor] = None,
     rotary_sin: Optional[Tensor] = None,
     tree_mask: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
+    scale_block: int = 1,
     max_seqlen_new: int = 0,
     head_dim_v: int = 0,
     rotary_interleaved: bool = False,
@@ -375,6 +381,9 @@ def attention_with_kvcache(
     rotary_cos: Optional[Tensor] = None,
     rotary_sin: Optional[Tensor] = None,
     tree_mask: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
+    scale_block: int = 1,
     max_seqlen_new: int = 0,
     head_dim_v: int = 0,
     rotary_interleaved: bool = False,
@@ -394,6 +403,9 @@ def attention_with_kvcache(
     rotary_cos: Optional[Tensor] = None,
     rotary_sin: Optional[Tensor] = None,
     tree_mask: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
+    scale_block: int = 1,
     max_seqlen_new: int = 0,
     head_dim_v: int = 0,
     rotary_interleaved: bool = False,
@@ -419,6 +431,12 @@ def attention_with_kvcache(
             ``(2i, 2i + 1)``, else ``(i, i + rotary_dim / 2)``.
         tree_mask: u32 or i32 ``[batch, seqlen_q, ceil(seqlen_q / 32)]``: which of the last ``seqlen_q`` keys a query
             sees.
+        k_scale, v_scale: scales of an FP8 cache's rows, f32 ``[batch, ceil(seqlen_max / scale_block), num_heads_kv]``,
+            packed ``[total_k, num_heads_kv]``, paged ``[num_pages, page_size / scale_block, num_heads_kv]``, any
+            strides. An element is multiplied by its scale and rounded to Q's type. Both go together, without
+            ``descale_k`` and ``descale_v``. New rows are quantised: their scales are written too, and each row's
+            greatest magnitude becomes the type's largest number.
+        scale_block: rows that share a scale; 1: a scale for each token and head, which new rows ask for.
         mask: by default causal, bottom-right; ``causal=False`` is none.
         return_lse: as in :func:`attention`, whose other arguments are the same here.
 
@@ -438,7 +456,12 @@ def attention_with_kvcache(
         _integer("head_dim_v", head_dim_v),
         int(_flag("rotary_interleaved", rotary_interleaved)),
     )
-    cache = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
+    cache: Tuple[Any, ...] = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
+    if k_scale is not None or v_scale is not None:
+        cache = (*cache, k_scale, v_scale)
+        numbers = (*numbers, _positive("scale_block", scale_block))
+    elif _integer("scale_block", scale_block) != 1:
+        raise ValueError(f"scale_block {scale_block} is given, but k_scale and v_scale are None")
     try:
         o, lse = _door(q).kvcache(q, k_cache, v_cache, cache, tensors, numbers)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -447,6 +470,14 @@ def attention_with_kvcache(
             raise
         raise type(error)(said) from None
     return (o, lse) if wants_lse else o
+
+
+def _positive(name: str, number: Any) -> Any:
+    """A whole number from 1 up; a compiler's symbolic size passes through."""
+    whole = _integer(name, number)
+    if isinstance(whole, int) and whole < 1:
+        raise ValueError(f"{name} {whole} is not 1 or more")
+    return whole
 
 
 def combine(o_parts: Tensor, lse_parts: Tensor, *, dtype_o: Any = None) -> Tuple[Any, Any]:

@@ -112,6 +112,9 @@ NO_TENSORS: Tuple[Any, ...] = (None,) * len(TENSORS)
 #: What :func:`fmha.attention_with_kvcache` takes besides, likewise.
 CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
 
+#: What follows :data:`CACHE_TENSORS` where the cache has scales by rows.
+CACHE_SCALES = ("k_scale", "v_scale")
+
 
 def dtype_name(dtype: Any) -> str:
     """The name of a type by any library's name of it."""

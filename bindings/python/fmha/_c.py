@@ -111,6 +111,8 @@ class FmhaArgs(Structure):
         ("descale_q", c_void_p),
         ("descale_k", c_void_p),
         ("descale_v", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
         ("scale_o", c_void_p),
         ("dout", c_void_p),
         ("dq", c_void_p),

@@ -208,6 +208,8 @@ def kvcache(
     query = array("q", q)
     if cache[0] is not None:
         k, v = writable("k", k), writable("v", v)
+        scales = zip(_arguments.CACHE_SCALES, cache[6:])
+        cache = (*cache[:6], *(x if x is None else writable(name, x) for name, x in scales))
     value = array("v", v) if v is not None else None
     if query.ndim not in (3, 4):
         raise ValueError(f"q has {query.ndim} axes of {query.shape}, neither 4 nor, packed, 3")
@@ -221,7 +223,7 @@ def kvcache(
             ("v", value),
             ("o", o),
             ("lse", lse),
-            *zip(_arguments.CACHE_TENSORS, cache),
+            *zip(_arguments.CACHE_TENSORS + _arguments.CACHE_SCALES, cache),
             *zip(_arguments.TENSORS, tensors),
         ],
     )

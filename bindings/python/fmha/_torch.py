@@ -13,7 +13,7 @@ from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd import forward_ad
 
 from . import _code, _native
-from ._arguments import NO_TENSORS, TENSORS, with_seed
+from ._arguments import CACHE_SCALES, NO_TENSORS, TENSORS, with_seed
 from ._mask_data import OUTPUTS, TENSORS as MASK_TENSORS, Masks
 from ._numbers import shown
 from ._trace import Code
@@ -26,6 +26,7 @@ forward_out = torch.ops.fmha.forward_out.default
 forward_out_small = torch.ops.fmha.forward_out_small.default
 backward = torch.ops.fmha.backward.default
 kvcache_op = torch.ops.fmha.kvcache.default
+kvcache_scaled_op = torch.ops.fmha.kvcache_scaled.default
 combine_op = torch.ops.fmha.combine.default
 add_parts_op = torch.ops.fmha.add_parts.default
 add_parts_to = torch.ops.fmha.add_parts_to.default
@@ -196,6 +197,7 @@ _fake(forward_out, _nothing)
 _fake(forward_out_small, _nothing)
 _fake(backward, _backward)
 _fake(kvcache_op, _kvcache)
+_fake(kvcache_scaled_op, _kvcache)
 _fake(combine_op, _combine)
 _fake(add_parts_op, _add_parts)
 _fake(add_parts_to, _nothing)
@@ -924,18 +926,19 @@ def kvcache(
     tensors: Tuple[Any, ...],
     numbers: Tuple[Any, ...],
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    _refuse_views(k=k, v=v)
+    _refuse_views(k=k, v=v, **dict(zip(CACHE_SCALES, cache[6:])))
+    operator = kvcache_op if len(cache) == 6 else kvcache_scaled_op
     cast = autocast(q, *cache[:2])
     if isinstance(k, torch.Tensor) and k.dtype in (cast[0].dtype, *_FP8):
         q, cache = cast[0], (*cast[1:], *cache[2:])
     numbers, drawn = _seeded(q, numbers)
     sources = (q, k, v, *cache[:2], *tensors[:3])
     if not _want_gradients(*sources):
-        return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+        return operator(q, k, v, *cache, *tensors, *numbers, drawn)
     if torch.compiler.is_compiling():
         raise ValueError(_OF_A_CACHE)
     with torch.no_grad():
-        o, lse = kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+        o, lse = operator(q, k, v, *cache, *tensors, *numbers, drawn)
     return without_gradients_of_a_cache(o, lse, *sources)
 
 

@@ -3,7 +3,8 @@
 An indexer scores keys, ``I[i, j] = sum_h relu(q[i, h] . k[j]) weights[i, h]`` (DeepSeek-V3.2's lightning indexer), and
 each query keeps the ``topk`` greatest: ties to the lower position, NaN last, in ascending position with -1 after them.
 Such a list is what ``fmha.attention(indices=...)`` and ``fmha.flash_mla`` take. The same scores give the same list on
-every run. Nothing waits for the device, and calls can be captured into graphs; results have no gradient.
+every run. Nothing waits for the device, and calls can be captured into graphs; choices have no gradient. An indexer
+learns by :func:`index_loss`, which has.
 
 Candidates of query i are keys up to its own position, where the last query stands on the last key; ``causal=False``:
 all keys; ``first`` and ``end``, i32 ``[batch, seqlen_q]``: keys ``first .. end`` of each query.
@@ -16,10 +17,20 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from . import _native, _torch
-from ._numbers import integer as _integer
+from . import _index_loss, _native, _torch
+from ._numbers import flag as _flag, integer as _integer
 
-__all__ = ["block_maxima", "block_sums", "choose", "choose_blocks", "index_lists", "index_scores", "split_pages"]
+__all__ = [
+    "block_maxima",
+    "block_sums",
+    "choose",
+    "choose_blocks",
+    "index_lists",
+    "index_loss",
+    "index_scores",
+    "index_target",
+    "split_pages",
+]
 
 _WHAT = "choices of keys are"
 _CAUSAL, _ALL, _RANGES = 0, 1, 2
@@ -353,6 +364,57 @@ def block_sums(
     sums = it.write("scores", (*probabilities.shape[:2], _count("num_blocks", num_blocks)), torch.float32)
     it.run(None, False)
     return sums
+
+
+def index_target(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: Optional[float] = None,
+) -> torch.Tensor:
+    """Attention's probabilities of listed keys, summed over heads, f32 ``[batch, seqlen_q, topk]``: what
+    :func:`index_loss` takes for its target. By torch's operators, some queries at a time; it has no gradient.
+
+    Args:
+        q: attention's, ``[batch, seqlen_q, num_heads_q, head_dim]``.
+        k: ``[batch, seqlen_k, num_heads_kv, head_dim]``, of q's type.
+        lse: what ``fmha.attention(..., return_lse=True)`` gives, f32 ``[batch, num_heads_q, seqlen_q]``.
+        indices: i32 ``[batch, seqlen_q, topk]``, one list for all heads.
+        softmax_scale: attention's; ``None`` is ``1 / sqrt(head_dim)``.
+    """
+    return _index_loss.index_target(q, k, lse, indices, softmax_scale)
+
+
+def index_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    allow_fallback: bool = False,
+) -> torch.Tensor:
+    """The loss that trains an indexer, f32 ``[batch, seqlen_q]``: KL divergence of the softmax of each list's scores
+    from the target, which is divided by its sum. Differentiable by ``q``, ``k`` and ``weights``; each list is fixed.
+
+    Args:
+        q: the indexer's, ``[batch, seqlen_q, num_heads, head_dim]``, f32, f16 or bf16.
+        k: ``[batch, seqlen_k, head_dim]``, f32, f16 or bf16.
+        weights: f32 ``[batch, seqlen_q, num_heads]``.
+        indices: i32 ``[batch, seqlen_q, topk]``, as :func:`index_lists` writes them. An entry that is negative, or at
+            or past seqlen_k, is absent; one that stands twice counts twice.
+        target: f32 ``[batch, seqlen_q, topk]``, as :func:`index_target` makes it; a constant.
+        allow_fallback: whether torch's operators may serve. On the CPU the library computes it, on one thread; no
+            kernel of a GPU does, nor any in float64, so such a call is refused without this.
+
+    Returns:
+        The loss of each query: 0 where its list has no key, or its target sums to 0.
+    """
+    return _index_loss.index_loss(
+        q, k, weights, indices, target, allow_fallback=_flag("allow_fallback", allow_fallback)
+    )
 
 
 def split_pages(cache: torch.Tensor, head_dim: int) -> Tuple[torch.Tensor, torch.Tensor]:

@@ -269,6 +269,6 @@ class Backend(AttentionBackend):
     ) -> Optional[str]:
         """Why not, in words; ``None``: it is taken."""
         if use_mla or use_sparse:
-            return "latent rows and lists of keys are fmha.flash_mla's, not this backend's"
+            return "latent rows and lists of keys are FMHA_SPARSE's, not this backend's"
         major = getattr(device_capability, "major", 8)
         return f"compute capability {major} is below 8" if major < 8 else None

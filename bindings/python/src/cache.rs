@@ -1,14 +1,14 @@
 //! Update of a KV cache by a call: appended rows, rotary embedding and quantised types.
 
-use fmha_c::{FMHA_F32, FmhaArgs, FmhaCache};
+use fmha_c::{FMHA_F32, FmhaArgs, FmhaCache, FmhaStrides};
 use smallvec::SmallVec;
 
 use crate::call::{Wrong, ensure};
 use crate::request::{Request, Slot, name};
 use crate::shapes::{
-    NO_STRIDES, Sizes, cache_rows, is_cache, longest_is_said, of_type, operand, plain, rows, shape,
+    NO_STRIDES, Sizes, cache_rows, expect, is_cache, longest_is_said, of_type, operand, plain, rows, shape,
 };
-use crate::tensor::{I32, Tensor, U32};
+use crate::tensor::{I32, Tensor, U32, dtype_name};
 
 /// Whether V is a view of the first elements of K's rows, by its address and strides. False in a call with
 /// gradients, with new values, or with a factor of V that is not K's.
@@ -28,6 +28,53 @@ fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
         && data(Slot::DescaleV) == data(Slot::DescaleK)
         && request.get(Slot::VNew).is_none()
         && !request.is_backward()
+}
+
+/// The scales of K and V by rows: their strides, and the rows that share one; `None` where there are none.
+fn scales(
+    args: &mut FmhaArgs,
+    sizes: &Sizes,
+    request: &Request,
+) -> Result<Option<([FmhaStrides; 2], i64)>, Wrong> {
+    let block = request.numbers.scale_block;
+    let given = [Slot::KScale, Slot::VScale].map(|slot| request.get(slot));
+    let (q, k) = (request.required(Slot::Q)?, request.required(Slot::K)?);
+    let (of_k, of_v) = match given {
+        [Some(of_k), Some(of_v)] => (of_k, of_v),
+        [None, None] => {
+            ensure!(block == 0, "scale_block {block} is given, but k_scale and v_scale are missing");
+            return Ok(None);
+        }
+        [Some(_), None] => return Err("k_scale is given, but v_scale is missing".to_owned()),
+        [None, Some(_)] => return Err("v_scale is given, but k_scale is missing".to_owned()),
+    };
+    ensure!(block >= 1, "scale_block {block} is not 1 or more");
+    ensure!(
+        is_cache(q, k),
+        "k_scale is given, but k is of {} beside q of {}: scales by rows are those of FP8 beside 16 bits",
+        dtype_name(k.dtype),
+        dtype_name(q.dtype)
+    );
+    // Scales have K's axes without that of elements; packed rows have blocks of 1, which the library holds to.
+    let mut wanted = sizes.k(1);
+    wanted.pop();
+    if wanted.len() == 3 {
+        wanted[1] = wanted[1].saturating_add(block - 1) / block;
+    }
+    let strides = |name: &str, tensor: &Tensor| {
+        expect(name, tensor, &wanted)?;
+        of_type(name, tensor, &[FMHA_F32])?;
+        let steps = tensor.steps();
+        for (axis, (&step, &size)) in steps.iter().zip(&wanted).enumerate() {
+            ensure!(step >= 0 || size <= 1, "{name} has stride {step} on axis {axis}, below 0");
+        }
+        let step = |from_last: usize| steps.len().checked_sub(from_last).map_or(0, |at| steps[at].max(0));
+        let (batch_stride, seqlen_stride) = (step(3), step(2));
+        Ok::<_, Wrong>(FmhaStrides { batch_stride, seqlen_stride, head_stride: step(1), dim_stride: 1 })
+    };
+    let found = [strides("k_scale", of_k)?, strides("v_scale", of_v)?];
+    (args.k_scale, args.v_scale) = (of_k.address().cast(), of_v.address().cast());
+    Ok(Some((found, block)))
 }
 
 /// The update of the cache that the call makes; `None` if it only reads the cache.
@@ -51,6 +98,7 @@ pub(crate) fn cache(
     // If V is the front of K's rows, K is loaded once for both, whether V is absent or given as a view of K.
     let v_in_k = request.get(Slot::V).is_none_or(|v| is_front_of_k(v, k, request));
     let touched = [Slot::KNew, Slot::RotaryCos, Slot::TreeMask];
+    let by_rows = scales(args, sizes, request)?;
     if !is_cache && !v_in_k && touched.iter().all(|&slot| request.get(slot).is_none()) {
         return Ok(None);
     }
@@ -64,6 +112,9 @@ pub(crate) fn cache(
         max_pos: 0,
         k_new: NO_STRIDES,
         v_new: NO_STRIDES,
+        k_scale: by_rows.map_or(NO_STRIDES, |([of_k, _], _)| of_k),
+        v_scale: by_rows.map_or(NO_STRIDES, |([_, of_v], _)| of_v),
+        scale_block: by_rows.map_or(0, |(_, block)| block),
         packed_new: has(Slot::CuSeqlensNew),
         tree_mask: has(Slot::TreeMask),
         rotary_dim: 0,

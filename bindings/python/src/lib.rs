@@ -297,6 +297,20 @@ pub extern "C" fn fmha_py_describe_choose() -> usize {
     size_of::<choose::Choose>()
 }
 
+/// Computes an indexer's loss and its gradients on the CPU.
+///
+/// # Safety
+/// `call` is null, or its pointers are null or memory as large as it says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_index_loss(call: *const fmha_c::FmhaIndexLoss) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let call = unsafe { call.as_ref() }.ok_or("call is null")?;
+        // SAFETY: the caller's promise.
+        plans::said(unsafe { fmha_c::index_loss(call) })
+    })
+}
+
 /// Plans a choice of keys, and says how many bytes of scratch its run wants.
 ///
 /// # Safety

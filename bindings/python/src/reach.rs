@@ -170,6 +170,14 @@ fn requests() -> Vec<Request> {
         (TreeMask, tensor(&[2, 3, 1], U32)),
     ];
     all.push(request(&pages));
+    let scaled = [(KScale, f32s(&[5, 16, 2])), (VScale, f32s(&[5, 16, 2]))];
+    let mut by_rows = request(&and(pages[..6].to_vec(), &scaled));
+    by_rows.numbers.scale_block = 1;
+    all.push(by_rows);
+    let blocks = [(KScale, f32s(&[5, 4, 2])), (VScale, f32s(&[5, 4, 2]))];
+    let mut by_blocks = request(&and(pages[..6].to_vec(), &blocks));
+    by_blocks.numbers.scale_block = 4;
+    all.push(by_blocks);
     let turning = [
         (KNew, tensor(&[2, 1, 2, 16], FMHA_F16)),
         (VNew, tensor(&[2, 1, 2, 32], FMHA_F16)),

@@ -76,6 +76,11 @@ slots! {
     RotarySin = "rotary_sin",
     /// Words of the tree mask, u32 (or i32) `[batch, seqlen_q, words]`, packed `[total_q, words]`.
     TreeMask = "tree_mask",
+    /// Scales of an FP8 cache's K by rows, f32 `[batch, ceil(seqlen_k / scale_block), num_heads_kv]`, packed
+    /// `[total_k, ..]`, paged `[num_pages, page_size / scale_block, ..]`: written where rows are appended.
+    KScale = "k_scale",
+    /// Scales of V by rows, of the shape of `k_scale`.
+    VScale = "v_scale",
     /// Gradient of O.
     Dout = "dout",
     /// Gradient of LSE.
@@ -186,14 +191,20 @@ numbers! {
     head_dim_v: i64 as "SymInt" = 0,
     /// 1: elements 2i and 2i + 1 are rotated as a pair.
     rotary_interleaved: i64 as "int" = 0,
+    /// Rows that share a scale, where `k_scale` is given; else 0.
+    scale_block: i64 as "SymInt" = 0,
     /// Queries of a block, where lists of blocks are given; else 0.
     block_q: i64 as "SymInt" = 0,
     /// Keys of a block, where lists of blocks are given; else 0.
     block_k: i64 as "SymInt" = 0,
 }
 
-/// The numbers of a call over a cache: those of blocks come apart, with what else operators of code take.
-pub const NUM_CACHE: usize = NUMBERS.len() - 2;
+/// The numbers of a call over a cache with scales by rows: those of blocks come apart, with what else operators of
+/// code take.
+pub const NUM_SCALED: usize = NUMBERS.len() - 2;
+
+/// The numbers of a call over a cache without scales by rows.
+pub const NUM_CACHE: usize = NUM_SCALED - 1;
 
 /// The numbers up to `options`, which every operator but combine takes; the others are a cache's.
 pub const NUM_COMMON: usize = NUM_CACHE - 3;

@@ -4,6 +4,7 @@ FOLDER`, the folder in which `vllm` lies. Prints what was stubbed; `test_engines
 import dataclasses
 import importlib
 import inspect
+import os
 import pathlib
 import sys
 import types
@@ -98,7 +99,50 @@ def serve(backend, registry):
     assert any("lists of keys" in said for said in reasons(chosen, backend, use_sparse=True))
     for dim, size, long in SIZES:
         steps(chosen, backend, dim, size, long)
+    lists(backend, registry)
     print(f"steps: {3 * len(SIZES)} on {DEVICE}")
+
+
+def lists(backend, registry):
+    """The backend of lists by a name of the engine's own, in its check and over its metadata."""
+    os.environ["FMHA_VLLM_SPARSE"] = "FLASHMLA_SPARSE"
+    from fmha import _plugins
+
+    _plugins.vllm()
+    chosen = registry.AttentionBackendEnum["FLASHMLA_SPARSE"].get_class()
+    import fmha.vllm_sparse
+    from reference import attention as by_definition, close, tolerance
+
+    assert chosen is fmha.vllm_sparse.FLASHMLA_SPARSE and issubclass(chosen.get_impl_cls(), backend.MLAAttentionImpl)
+    if "FMHA_SPARSE" in registry.AttentionBackendEnum.__members__:
+        assert registry.AttentionBackendEnum["FMHA_SPARSE"].get_class() is fmha.vllm_sparse.Backend
+    sparse = dict(use_mla=True, use_sparse=True, head_size=576)
+    assert reasons(chosen, backend, **sparse) == []
+    assert reasons(chosen, backend, **sparse, kv_cache_dtype="fp8_ds_mla") == []
+    assert reasons(chosen, backend, **sparse, kv_cache_dtype="nvfp4_ds_mla") == ["kv_cache_dtype not supported"]
+    assert any("7 is below 8" in said for said in reasons(chosen, backend, **sparse, major=7))
+    assert reasons(chosen, backend, head_size=576)
+    heads, size, topk = 2, 16, 5
+    buffer = torch.randint(-1, 7, (4, topk), dtype=torch.int32, device=DEVICE)
+    words = dict(alibi_slopes=None, sliding_window=None, logits_soft_cap=None, attn_type="decoder")
+    words.update(kv_sharing_target_layer_name=None, kv_cache_dtype="auto", indexer=None, topk_indices_buffer=buffer)
+    dims = dict(q_lora_rank=8, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, qk_head_dim=192)
+    impl = chosen.get_impl_cls()(heads, 576, 0.05, 1, **words, **dims, v_head_dim=128, kv_b_proj=None)
+    builder = chosen.get_builder_cls()(
+        types.SimpleNamespace(block_size=size), ["layer.0"], types.SimpleNamespace(), torch.device(DEVICE)
+    )
+    assert chosen.get_builder_cls().get_cudagraph_support(None, None) is backend.AttentionCGSupport.NEVER
+    starts, lengths = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([9, 7], dtype=torch.int32)
+    table = torch.tensor([[2], [0]], dtype=torch.int32)
+    common = common_metadata(backend, starts, lengths, 4, 3, 9, table, torch.arange(4))
+    cache = torch.randn(3, size, 576).to(DEVICE, torch.bfloat16)
+    q = torch.randn(4, heads, 576).to(DEVICE, torch.bfloat16)
+    o, _ = impl.forward_mqa(q.split((512, 64), -1), cache, builder.build(0, common), None)
+    for token in range(4):
+        listed = [j for j in buffer[token].tolist() if j >= 0]
+        k = cache[table[token // 3, 0], listed][None, :, None]
+        wanted, _ = by_definition(q[None, token : token + 1], k, k[..., :512], softmax_scale=0.05)
+        close(o[token], wanted[0, 0], tolerance(torch.bfloat16))
 
 
 def steps(chosen, backend, dim, size, long):

@@ -53,6 +53,12 @@ def vllm(monkeypatch):
         def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
             self.kv_cache_spec = kv_cache_spec
 
+    class Names:
+        register, __members__ = None, {}
+
+        def __class_getitem__(cls, name):
+            return name
+
     def reshape_and_cache_flash(key, value, k_cache, v_cache, slots, dtype, k_scale, v_scale):
         size = k_cache.shape[1]
         for row, slot in enumerate(slots.tolist()):
@@ -69,6 +75,7 @@ def vllm(monkeypatch):
         "vllm.v1.attention.backend",
         AttentionBackend=type("AttentionBackend", (), {}),
         AttentionImpl=type("AttentionImpl", (), {}),
+        MLAAttentionImpl=type("MLAAttentionImpl", (), {}),
         AttentionMetadataBuilder=Builder,
         AttentionCGSupport=Support,
         AttentionType=AttentionType,
@@ -76,18 +83,23 @@ def vllm(monkeypatch):
     nested(
         monkeypatch,
         "vllm.v1.attention.backends.registry",
-        AttentionBackendEnum=types.SimpleNamespace(register=None, __members__={}),
+        AttentionBackendEnum=Names,
         register_backend=lambda name, path: registered.update({name: path}),
     )
     nested(monkeypatch, "vllm._custom_ops", reshape_and_cache_flash=reshape_and_cache_flash)
     nested(monkeypatch, "vllm.envs", VLLM_BATCH_INVARIANT=False)
-    monkeypatch.delitem(sys.modules, "fmha.vllm", raising=False)
+    for name in ("fmha.vllm", "fmha.vllm_sparse"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("FMHA_VLLM_SPARSE", "FLASHMLA_SPARSE,FLASH_ATTN_MLA_SPARSE")
     import fmha._plugins
 
     fmha._plugins.vllm()
     path, _, name = registered["FMHA"].rpartition(".")
-    yield getattr(__import__(path, fromlist=[name]), name)
-    sys.modules.pop("fmha.vllm", None)
+    found = getattr(__import__(path, fromlist=[name]), name)
+    found.registered = registered
+    yield found
+    for name in ("fmha.vllm", "fmha.vllm_sparse"):
+        sys.modules.pop(name, None)
 
 
 def vllm_batch(lengths_q, lengths_k, block_size, blocks, padded=0):
@@ -265,10 +277,11 @@ def test_vllms_plugin_registers_once_and_by_a_name_that_is_found(monkeypatch, ha
     import fmha._plugins
 
     fmha._plugins.vllm()
-    assert calls == [("FMHA" if has_names else "its own", "fmha.vllm.Backend")]
+    own = [("FMHA", "fmha.vllm.Backend"), ("FMHA_SPARSE", "fmha.vllm_sparse.Backend")]
+    assert calls == (own if has_names else [("its own", "fmha.vllm.Backend")])
     if has_names:
         fmha._plugins.vllm()
-        assert len(calls) == 1
+        assert calls == own
 
 
 class Mode(enum.Enum):
@@ -439,3 +452,174 @@ def test_entry_points_name_functions_that_are_there():
     assert [group for group, _, _ in points] == ["vllm.general_plugins", "sglang.srt.plugins"]
     for _, path, name in points:
         assert callable(getattr(__import__(path, fromlist=[name]), name))
+
+
+def sparse_backend(vllm, name="FMHA_SPARSE"):
+    path, _, name = vllm.registered[name].rpartition(".")
+    return getattr(__import__(path, fromlist=[name]), name)
+
+
+def row_of_bytes(x):
+    """FlashMLA's row of 656 bytes, and the values that it stands for."""
+    groups = x[:512].float().unflatten(0, (4, 128))
+    scales = groups.abs().amax(-1) / 448
+    narrow = (groups / scales[:, None]).to(torch.float8_e4m3fn)
+    parts = [narrow.flatten().view(torch.uint8), scales.view(torch.uint8), x[512:].view(torch.uint8)]
+    return torch.cat(parts), torch.cat([(narrow.float() * scales[:, None]).flatten().to(BF16), x[512:]])
+
+
+@pytest.mark.parametrize("cache_dtype, head_size", [("auto", 576), ("bfloat16", 512), ("fp8_ds_mla", 576)])
+def test_vllm_latent_rows_over_lists(vllm, cache_dtype, head_size):
+    """A prompt's chunk, a whole prompt and a token, each of which sees the keys that an indexer has listed."""
+    backend = sparse_backend(vllm)
+    heads, size, topk = 3, 4, 6
+    buffer = torch.full((32, topk), -1, dtype=torch.int32)
+    indexer = types.SimpleNamespace(topk_indices_buffer=buffer)
+    ranks = dict(kv_lora_rank=512, qk_rope_head_dim=head_size - 512)
+    impl = backend.get_impl_cls()(heads, head_size, 0.05, 1, kv_cache_dtype=cache_dtype, indexer=indexer, **ranks)
+    common = vllm_batch((4, 3, 1), (9, 3, 7), size, 24)
+    metadata = backend.get_builder_cls()(types.SimpleNamespace(block_size=size), [], None, DEVICE).build(0, common)
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (3, 8, 0)
+    width, dtype = (656, torch.uint8) if cache_dtype == "fp8_ds_mla" else (head_size, BF16)
+    cache, rows = torch.zeros(24, size, width, dtype=dtype), {}
+    for b, length in enumerate((9, 3, 7)):
+        for i in range(length):
+            x = torch.randn(head_size).to(BF16)
+            stored, rows[b, i] = row_of_bytes(x) if cache_dtype == "fp8_ds_mla" else (x, x)
+            cache[common.block_table_tensor[b, i // size], i % size] = stored
+    q = torch.randn(8, heads, head_size).to(BF16)
+    places = [(0, i) for i in range(5, 9)] + [(1, i) for i in range(3)] + [(2, 6)]
+    for token, (b, i) in enumerate(places):
+        chosen = torch.randperm(i + 1)[:topk].sort().values.int()
+        buffer[token, : len(chosen)] = chosen
+    # A list without keys.
+    buffer[5] = -1
+    o, lse = impl.forward_mqa(q.split((512, head_size - 512), -1), cache, metadata, None)
+    assert o.shape == (8, heads, 512) and lse is None
+    for token, (b, _) in enumerate(places):
+        listed = [j for j in buffer[token].tolist() if j >= 0]
+        if not listed:
+            assert not o[token].any()
+            continue
+        k = torch.stack([rows[b, j] for j in listed])[None, :, None]
+        wanted, _ = by_definition(q[None, token : token + 1], k, k[..., :512], softmax_scale=0.05)
+        close(o[token], wanted[0, 0], tolerance(BF16))
+    # The indexer's buffer is read anew, and an explicit one comes before it.
+    impl.topk_indices_buffer = torch.full_like(buffer, -1)
+    assert not impl.forward_mqa(q, cache, metadata, None)[0].any()
+
+
+def test_vllm_sparse_names_lead_here_and_what_they_do_not_take_is_named(vllm, monkeypatch):
+    assert set(vllm.registered) == {"FMHA", "FMHA_SPARSE", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"}
+    for name in vllm.registered.keys() - {"FMHA"}:
+        backend = sparse_backend(vllm, name)
+        assert backend.get_name() == name and backend.is_mla() and backend.is_sparse()
+    assert "fp8" in sparse_backend(vllm, "FLASHMLA_SPARSE").supported_kv_cache_dtypes
+    backend = sparse_backend(vllm)
+    lists = dict(topk_indices_buffer=torch.zeros(1, 1, dtype=torch.int32))
+    sizes = dict(num_heads=2, head_size=576, scale=1.0, num_kv_heads=1, **lists)
+    for said, given in [
+        ("alibi_slopes", dict(alibi_slopes=[1.0, 2.0])),
+        ("sliding_window", dict(sliding_window=4)),
+        ("logits_soft_cap", dict(logits_soft_cap=3.0)),
+        ("kv_sharing_target_layer_name", dict(kv_sharing_target_layer_name="layer")),
+        ("sinks", dict(sinks=[1.0])),
+        ("attn_type encoder", dict(attn_type="encoder")),
+        ("kv_cache_dtype fp8 is none of", dict(kv_cache_dtype="fp8")),
+        ("num_kv_heads 2", dict(num_kv_heads=2)),
+        ("head_size 640", dict(head_size=640)),
+        ("indexer and topk_indices_buffer are None", dict(topk_indices_buffer=None)),
+    ]:
+        with pytest.raises((NotImplementedError, ValueError)) as error:
+            backend.get_impl_cls()(**{**sizes, **given})
+        assert said in str(error.value)
+    config = lambda **ranks: types.SimpleNamespace(parallel_config=types.SimpleNamespace(**ranks))
+    spec = types.SimpleNamespace(block_size=4)
+    hisparse = types.SimpleNamespace(attention_config=types.SimpleNamespace(hisparse_config={}))
+    for said, given in [
+        ("decode_context_parallel_size 2", config(decode_context_parallel_size=2)),
+        ("prefill_context_parallel_size 4", config(prefill_context_parallel_size=4)),
+        ("hisparse_config", hisparse),
+    ]:
+        with pytest.raises(NotImplementedError, match=said):
+            backend.get_builder_cls()(spec, [], given, DEVICE)
+    asked = lambda *given: backend.supports_combination(*given, 64, True, False, True, False, None)
+    assert asked(576, BF16, "fp8_ds_mla") is None
+    assert "rows of 656 bytes" in asked(576, torch.float16, "fp8_ds_mla")
+    impl = backend.get_impl_cls()(**sizes)
+    metadata = types.SimpleNamespace(max_query_len=1, max_seq_len=1)
+    with pytest.raises(ValueError, match="q has rows of 512 elements, not head_size 576"):
+        impl.forward_mqa(torch.zeros(1, 2, 512), torch.zeros(1, 4, 576), metadata, None)
+    with pytest.raises(ValueError, match="kv_cache is of torch.float32, but q of torch.bfloat16"):
+        impl.forward_mqa(torch.zeros(1, 2, 576).to(BF16), torch.zeros(1, 4, 576), metadata, None)
+    monkeypatch.setenv("FMHA_VLLM_SPARSE", "FLASHMLA_DENSE")
+    with pytest.raises(ValueError, match="'FLASHMLA_DENSE' is none of FLASHMLA_SPARSE"):
+        __import__("fmha._plugins", fromlist=["vllm"]).vllm()
+
+
+@pytest.fixture
+def sglang_sparse(monkeypatch):
+    """SGLang's sparse backend by its own name, on a stand-in of the class that it derives from."""
+    made = {}
+
+    class Theirs:
+        def __init__(self, runner):
+            self.dsa_prefill_impl, self.dsa_decode_impl = runner.impls
+            self.physical_page_size, self.kv_cache_dim, self.dsa_kv_cache_store_fp8 = 4, 656, runner.is_fp8
+
+    attention = "sglang.srt.layers.attention"
+    nested(monkeypatch, f"{attention}.dsa_backend", DeepseekSparseAttnBackend=Theirs)
+    register = lambda name: lambda function: made.update({name: function})
+    nested(monkeypatch, f"{attention}.attention_registry", register_attention_backend=register)
+    nested(monkeypatch, "sglang.srt.server_args", add_attention_backend_choices=lambda names: None)
+    monkeypatch.delitem(sys.modules, "fmha.sglang_sparse", raising=False)
+    monkeypatch.setenv("FMHA_SGLANG_SPARSE", "dsa")
+    import fmha._plugins
+
+    fmha._plugins.sglang()
+    assert set(made) == {"dsa", "fmha"}
+    yield lambda *impls, is_fp8=False: made["dsa"](types.SimpleNamespace(impls=impls, is_fp8=is_fp8))
+    sys.modules.pop("fmha.sglang_sparse", None)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_sglangs_latent_rows_over_lists(sglang_sparse, is_fp8):
+    backend = sglang_sparse("flashmla_sparse", "flashmla_kv", is_fp8=is_fp8)
+    heads, rows = 3, torch.randn(24, 576).to(BF16)
+    stored, values = zip(*(row_of_bytes(x) for x in rows))
+    lists = torch.randint(-1, 24, (5, 7), dtype=torch.int32)
+    lists[2] = -1
+    q, layer = torch.randn(5, heads, 576).to(BF16), types.SimpleNamespace(tp_q_head_num=heads, head_dim=576)
+
+    def check(o, keys, lengths, sink=None):
+        for token in range(5):
+            listed = [j for j in lists[token, : lengths[token]].tolist() if j >= 0]
+            k = torch.stack([keys[j] for j in listed])[None, :, None] if listed else torch.zeros(1, 0, 1, 576)
+            given = q[None, token : token + 1], k, k[..., :512]
+            wanted, _ = by_definition(*given, softmax_scale=0.05, sink=sink)
+            close(o[token], wanted[0, 0], tolerance(BF16))
+
+    words = dict(q_all=q, v_head_dim=512, sm_scale=0.05, page_table_1=lists)
+    pool = torch.stack(stored) if is_fp8 else rows
+    o = backend._forward_flashmla_kv(kv_cache=pool, layer=layer, metadata=None, **words)
+    assert o.shape == (5, 1, heads, 512)
+    check(o[:, 0], values if is_fp8 else rows, [7] * 5)
+    used, sink = torch.tensor([7, 3, 7, 1, 0], dtype=torch.int32), torch.randn(heads)
+    o = backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used, attn_sink=sink, **words)
+    check(o, rows, used.tolist(), sink)
+    # Padded metadata says nothing of these tokens.
+    check(backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used[:2], **words), rows, [7] * 5)
+
+
+def test_sglangs_other_implementations_are_refused_by_name(sglang_sparse, monkeypatch):
+    with pytest.raises(NotImplementedError, match="dsa_prefill_impl fa3 is none of flashmla_sparse, flashmla_kv"):
+        sglang_sparse("fa3", "flashmla_kv")
+    with pytest.raises(NotImplementedError, match="dsa_decode_impl tilelang is none of"):
+        sglang_sparse("flashmla_sparse", "tilelang")
+    backend = sglang_sparse("flashmla_sparse", "flashmla_kv")
+    backend.flashmla_kv_format = "V32_NO_ROPE"
+    with pytest.raises(NotImplementedError, match="flashmla_kv_format V32_NO_ROPE is not V32"):
+        backend._forward_flashmla_kv(None, None, 512, 1.0, None, None, None)
+    monkeypatch.setenv("FMHA_SGLANG_SPARSE", "dsv4")
+    with pytest.raises(ValueError, match="'dsv4' is none of dsa, nsa"):
+        __import__("fmha._plugins", fromlist=["sglang"]).sglang()

@@ -612,6 +612,10 @@ def attention_with_kvcache():
     packed_new = dict(k=flat, v=-flat, seqused_k=i32(3, 7), max_seqlen_new=5)
     cos, sin = torch.rand(16, 8), torch.rand(16, 8)
     tree = torch.randint(0, 128, (2, 7, 1), dtype=torch.int32)
+    narrow = {name: torch.randn(2, 11, 2, 16).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    narrow["q"] = torch.randn(2, 7, 4, 16).half()
+    short = {name: narrow[name][:, :8] for name in ("k_cache", "v_cache")}
+    scale = torch.rand(2, 11, 2)
     cases = dict(
         own_cases(cache=True),
         k=[changes(k, -k, **without(new, "k")), refused(k, "v", seqused_k=i32(3, 7))],
@@ -629,6 +633,13 @@ def attention_with_kvcache():
             hint(3, BOUND),
         ],
         head_dim_v=[changes(16, 8, v_cache=None), refused(8)],
+        k_scale=[changes(scale, 2 * scale, v_scale=scale, **narrow), refused(scale), refused(scale, v_scale=scale)],
+        v_scale=[changes(scale, 2 * scale, k_scale=scale, **narrow), refused(scale)],
+        scale_block=[
+            refused(3, "not [2, 3, 2]", k_scale=scale[:, :4], v_scale=scale[:, :4], **{**narrow, **short}),
+            refused(2),
+            refused(0, k_scale=scale, v_scale=scale, **narrow),
+        ],
     )
     return Door(fmha.attention_with_kvcache, qkv("q k_cache v_cache"), cases)
 

@@ -10,7 +10,7 @@ use super::{Making, kernel};
 use crate::call::{Wrong, ensure};
 use crate::combine;
 use crate::request::{
-    ADDS, ADDS_TO, NUM_CACHE, NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name,
+    ADDS, ADDS_TO, NUM_CACHE, NUM_COMMON, NUM_SCALED, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name,
 };
 use crate::shapes::attention_type;
 use crate::tensor::{Tensor, is_fp8};
@@ -166,7 +166,7 @@ macro_rules! gradients_of {
     };
 }
 
-pub(super) static OPERATORS: [Operator; 13] = [
+pub(super) static OPERATORS: [Operator; 14] = [
     Operator {
         name: "forward",
         tensors: cached!([(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)], []),
@@ -368,6 +368,32 @@ pub(super) static OPERATORS: [Operator; 13] = [
         results: |_| Ok(()),
         kernel: kernel::<12>,
     },
+    // `kvcache` with scales by rows, apart for the same reason.
+    Operator {
+        name: "kvcache_scaled",
+        tensors: cached!(
+            [
+                (Slot::Q, Given),
+                (Slot::K, Written),
+                (Slot::V, OptionalWritten),
+                (Slot::KNew, Optional),
+                (Slot::VNew, Optional),
+                (Slot::CuSeqlensNew, Optional),
+                (Slot::RotaryCos, Optional),
+                (Slot::RotarySin, Optional),
+                (Slot::TreeMask, Optional),
+                (Slot::KScale, OptionalWritten),
+                (Slot::VScale, OptionalWritten)
+            ],
+            []
+        ),
+        numbers: Spelt::Each(NUM_SCALED),
+        is_seeded: true,
+        code: Coding::None,
+        num_results: 2,
+        results: o_and_lse,
+        kernel: kernel::<13>,
+    },
 ];
 
 /// The type of the O that is made: the type asked for, else that of `from`; bf16 if `from` is FP8.
@@ -463,6 +489,8 @@ mod tests {
         );
         assert!(schema(1).ends_with("int options, Tensor? drawn_seed=None) -> ()"));
         assert!(schema(3).starts_with("kvcache(Tensor q, Tensor(a!) k, Tensor(b!)? v, Tensor? k_new"));
+        assert!(schema(13).contains("Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? bias"));
+        assert!(schema(13).contains("int rotary_interleaved, SymInt scale_block, Tensor? drawn_seed"));
         assert!(schema(4).starts_with("combine(Tensor o_parts, Tensor lse_parts, "));
         assert!(schema(4).ends_with("-> (Tensor, Tensor)"));
         assert_eq!(schema(5), "plain(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor, Tensor)");

@@ -1,0 +1,199 @@
+"""The loss that trains an indexer, with gradients: the library's on the CPU, torch's operators where they may serve."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Optional, Tuple
+
+import torch
+
+from . import _native, _torch
+
+_NUMBERS = ("struct_bytes", "batch", "seqlen_q", "seqlen_k", "topk", "num_heads", "head_dim")
+_READ = ("q", "k", "weights", "indices", "target", "dloss")
+_WRITTEN = ("loss", "dq", "dk", "dweights")
+
+
+class _Call(ctypes.Structure):
+    """``FmhaIndexLoss`` of the C header, whose size the library checks."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        *((name, ctypes.c_void_p) for name in (*_READ, *_WRITTEN)),
+        ("dtype_q", ctypes.c_int32),
+        ("dtype_k", ctypes.c_int32),
+    ]
+
+
+_native.library.fmha_py_index_loss.argtypes = [ctypes.POINTER(_Call)]
+
+#: Elements that torch's operators gather at once.
+_GATHERED = 1 << 24
+
+_TRAINED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _by_library(
+    q: Any, k: Any, weights: Any, indices: Any, target: Any, dloss: Optional[torch.Tensor], wanted: Tuple[bool, ...]
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """What is wanted of the loss and the gradients of q, k and weights, f32."""
+    batch, seqlen_q, heads, dim = q.shape
+    call = _Call(ctypes.sizeof(_Call), batch, seqlen_q, k.shape[1], indices.shape[2], heads, dim)
+    read = (q, k, weights, indices, target, dloss)
+    alive = [None if x is None else _torch.resolved(x).contiguous() for x in read]
+    shapes = ((batch, seqlen_q), q.shape, k.shape, weights.shape)
+    made = tuple(torch.zeros(shape) if wants else None for shape, wants in zip(shapes, wanted))
+    for name, x in zip((*_READ, *_WRITTEN), (*alive, *made)):
+        # Without elements torch gives no address.
+        setattr(call, name, None if x is None else x.data_ptr() or 256)
+    call.dtype_q, call.dtype_k = (_native.DTYPES[str(x.dtype).rpartition(".")[2]] for x in (q, k))
+    _native.check(_native.library.fmha_py_index_loss(ctypes.byref(call)))
+    return made
+
+
+def _by_torch(
+    q: Any, k: Any, weights: Any, indices: Any, target: Any, dloss: Optional[torch.Tensor], wanted: Tuple[bool, ...]
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """As :func:`_by_library`, by torch's operators on any device, in f32, or f64 where q is; some queries at a time."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    (batch, seqlen_q, heads, dim), seqlen_k, topk = q.shape, k.shape[1], indices.shape[2]
+    new = lambda *shape: torch.zeros(shape, dtype=dtype, device=q.device)
+    loss, dq, dweights, dk = new(batch, seqlen_q), new(*q.shape), new(*weights.shape), new(batch * seqlen_k, dim)
+    keys = k.to(dtype).flatten(0, 1)
+    step = max(1, _GATHERED // max(1, topk * (dim + heads)))
+    if seqlen_k and topk:
+        for b in range(batch):
+            for begin in range(0, seqlen_q, step):
+                rows = slice(begin, begin + step)
+                listed = (indices[b, rows] >= 0) & (indices[b, rows] < seqlen_k)
+                entries = torch.where(listed, indices[b, rows], 0).long() + b * seqlen_k
+                of_k, of_q, of_w = keys[entries], q[b, rows].to(dtype), weights[b, rows].to(dtype)
+                products = torch.einsum("ihd,ijd->ihj", of_q, of_k)
+                scores = torch.einsum("ihj,ih->ij", products.relu(), of_w).masked_fill(~listed, -torch.inf)
+                p = torch.where(listed, target[b, rows].to(dtype), 0)
+                total = p.sum(-1, keepdim=True)
+                is_any = listed.any(-1, keepdim=True) & (total != 0)
+                p = torch.where(is_any, p / torch.where(is_any, total, 1), 0)
+                ln_q = scores.masked_fill(~is_any, 0).log_softmax(-1)
+                ln_q = torch.where(listed & is_any, ln_q, 0)
+                loss[b, rows] = torch.where(p > 0, p * (p.log() - ln_q), 0).sum(-1)
+                d_scores = torch.where(listed & is_any, ln_q.exp() - p, 0)
+                if dloss is not None:
+                    d_scores = d_scores * dloss[b, rows].to(dtype)[:, None]
+                if wanted[3]:
+                    dweights[b, rows] = torch.einsum("ij,ihj->ih", d_scores, products.relu())
+                d_products = torch.where(products > 0, d_scores[:, None] * of_w[..., None], 0)
+                if wanted[1]:
+                    dq[b, rows] = torch.einsum("ihj,ijd->ihd", d_products, of_k)
+                if wanted[2]:
+                    d_keys = torch.einsum("ihj,ihd->ijd", d_products, of_q)
+                    dk.index_add_(0, entries.flatten(), d_keys.flatten(0, 1))
+    made = (loss, dq, dk.view(batch, seqlen_k, dim), dweights)
+    return tuple(x if wants else None for x, wants in zip(made, wanted))
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, weights, indices, target, compute):
+        ctx.save_for_backward(q, k, weights, indices, target)
+        ctx.compute = compute
+        return compute(q, k, weights, indices, target, None, (True, False, False, False))[0]
+
+    @staticmethod
+    def backward(ctx, dloss):
+        q, k, weights, *lists = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:3]
+        with torch.no_grad():
+            _, *made = ctx.compute(q, k, weights, *lists, dloss, (False, *wants))
+        cast = (None if x is None else x.to(of.dtype) for x, of in zip(made, (q, k, weights)))
+        return (*_torch.once(tuple(cast), q=q, k=k, weights=weights, dloss=dloss), None, None, None)
+
+    jvp = staticmethod(lambda ctx, *tangents: _torch._no_tangents())
+
+
+def _held(name: str, x: Any, dtypes: Tuple[torch.dtype, ...], shape: Tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: {type(x).__name__} is no tensor of torch's")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, but q is on {device}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} is of {x.dtype}, not {' or '.join(map(str, dtypes))}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, not {shape}")
+
+
+def index_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    allow_fallback: bool = False,
+) -> torch.Tensor:
+    """What :func:`fmha.sparse.index_loss` says."""
+    _torch.refuse_tracers("losses of an indexer are")
+    for name, x, axes in (("q", q, 4), ("k", k, 3), ("indices", indices, 3)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: {type(x).__name__} is no tensor of torch's")
+        if x.dim() != axes:
+            raise ValueError(f"{name} has {x.dim()} axes of shape {tuple(x.shape)}, not {axes}")
+    batch, seqlen_q, heads, dim = q.shape
+    is_wide = q.dtype == torch.float64
+    floats = (torch.float64,) if is_wide else _TRAINED
+    _held("q", q, (*_TRAINED, torch.float64), (batch, seqlen_q, heads, dim), q.device)
+    _held("k", k, floats, (batch, k.shape[1], dim), q.device)
+    _held("weights", weights, floats if is_wide else (torch.float32,), (batch, seqlen_q, heads), q.device)
+    _held("indices", indices, (torch.int32,), (batch, seqlen_q, indices.shape[2]), q.device)
+    _held("target", target, floats if is_wide else (torch.float32,), tuple(indices.shape), q.device)
+    if target.requires_grad and torch.is_grad_enabled():
+        raise ValueError("target requires a gradient, but is a constant of the loss: target.detach() is")
+    if heads < 1 or dim < 1:
+        raise ValueError(f"q has {heads} heads of {dim} elements, not 1 or more of both")
+    compute = _by_library
+    if is_wide or q.device.type != "cpu":
+        if not allow_fallback:
+            what = "float64" if is_wide else str(q.device)
+            text = f"q is on {q.device}" if not is_wide else "q is of float64"
+            raise NotImplementedError(
+                f"{text}: no kernel computes an indexer's loss in {what}; allow_fallback=True takes torch's operators"
+            )
+        compute = _by_torch
+    loss: torch.Tensor = _Loss.apply(q, k, weights, indices, target, compute)
+    return loss
+
+
+def index_target(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, indices: torch.Tensor, softmax_scale: Optional[float]
+) -> torch.Tensor:
+    """What :func:`fmha.sparse.index_target` says."""
+    for name, x, axes in (("q", q, 4), ("k", k, 4), ("lse", lse, 3), ("indices", indices, 3)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: {type(x).__name__} is no tensor of torch's")
+        if x.dim() != axes:
+            raise ValueError(f"{name} has {x.dim()} axes of shape {tuple(x.shape)}, not {axes}")
+    (batch, seqlen_q, heads, dim), (_, seqlen_k, heads_kv, _), topk = q.shape, k.shape, indices.shape[2]
+    _held("k", k, (q.dtype,), (batch, seqlen_k, heads_kv, dim), q.device)
+    _held("lse", lse, (torch.float32, torch.float64), (batch, heads, seqlen_q), q.device)
+    _held("indices", indices, (torch.int32,), (batch, seqlen_q, topk), q.device)
+    if heads_kv < 1 or heads % heads_kv:
+        raise ValueError(f"num_heads_q {heads} is not a multiple of num_heads_kv {heads_kv}")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    target = torch.zeros(indices.shape, dtype=dtype, device=q.device)
+    if not seqlen_k or not topk:
+        return target
+    step = max(1, _GATHERED // max(1, topk * (heads_kv * dim + heads)))
+    with torch.no_grad():
+        for b in range(batch):
+            for begin in range(0, seqlen_q, step):
+                rows = slice(begin, begin + step)
+                listed = (indices[b, rows] >= 0) & (indices[b, rows] < seqlen_k)
+                keys = k[b][torch.where(listed, indices[b, rows], 0).long()].to(dtype)
+                grouped = q[b, rows].to(dtype).unflatten(1, (heads_kv, -1))
+                scores = torch.einsum("ighd,ijgd->ighj", grouped, keys).flatten(1, 2) * scale
+                of_rows = lse[b, :, rows].T.to(dtype)[..., None]
+                # A row that sees no key has no probability.
+                p = torch.where(torch.isneginf(of_rows), 0, (scores - of_rows).exp()).sum(1)
+                target[b, rows] = torch.where(listed, p, 0)
+    return target
