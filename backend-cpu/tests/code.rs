@@ -421,7 +421,8 @@ fn what_is_captured_is_checked_by_name() {
         .captured(vec![CapturedTensor::dense("slopes", &[4])]);
     let alibi = device.plan_fwd(&alibi.validate().unwrap(), &PlanOptions::default()).unwrap();
     assert!(words(alibi.details()).contains("ALiBi by slopes"), "{}", words(alibi.details()));
-    let more = [(&ids, (&right[..], &[][..], of_ids)), (&alibi, (&few[..], &[][..], "captured has 12 bytes"))];
+    let more =
+        [(&ids, (&right[..], &[][..], of_ids)), (&alibi, (&few[..], &[][..], "captured has 12 bytes"))];
     let cases = cases.into_iter().map(|case| (&plan, case)).chain(more);
     for (plan, (captured, numbers, error)) in cases {
         let mut o = vec![0f32; fwd.shape_o().num_elems() as usize];
