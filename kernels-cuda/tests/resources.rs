@@ -1112,6 +1112,7 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
         row_bytes: 0,
         split_keys: 0,
         fold_parts: 1,
+        shares: 0,
     };
     let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
     let f16 = |spec| FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..spec };
