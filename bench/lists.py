@@ -64,6 +64,7 @@ class Row:
     dense: bool = False  # no lists at all, for comparison
     row_bytes: int = 0  # FlashMLA's rows of 656 and 584 bytes, in pages
     backward: bool = False
+    ascending: bool = False  # lists in ascending order, as an indexer gives them
 
     @property
     def latent(self) -> bool:
@@ -107,6 +108,11 @@ ROWS = (
     Row("prefill D128 H64/4, 16 blocks of 128", 1, 4096, 131072, 64, 4, 128, 128, 16, block=128),
     Row("prefill D128 H32/8 top 1024", 1, 4096, 65536, 32, 8, 128, 128, 1024),
     Row("backward 576/512 H128 top 2048", 1, 2048, 65536, 128, 1, 576, 512, 2048, backward=True),
+    Row("backward 576/512 H128 top 2048 T4096", 1, 4096, 65536, 128, 1, 576, 512, 2048, backward=True),
+    Row("backward 576/512 H128 top 2048 T4096 of 16384", 1, 4096, 16384, 128, 1, 576, 512, 2048, backward=True),
+    Row("backward 576/512 H128 top 2048 T4096 ascending", 1, 4096, 65536, 128, 1, 576, 512, 2048, backward=True,
+        ascending=True),
+    Row("backward 512/512 H128 top 2048", 1, 4096, 65536, 128, 1, 512, 512, 2048, backward=True),
     Row("backward 512/512 H64 top 1024", 1, 4096, 65536, 64, 1, 512, 512, 1024, backward=True),
     Row("backward D128 H32/8 top 1024", 1, 4096, 65536, 32, 8, 128, 128, 1024, backward=True),
 )
@@ -125,6 +131,8 @@ def lists_of(row: Row, draw: torch.Generator | None) -> torch.Tensor:
     step = torch.randint(reach // 2, shape[:3], generator=draw, device="cuda") * 2 + 1
     at = torch.arange(row.topk, device="cuda")
     found = (first[..., None] + step[..., None] * at) % reach
+    if row.ascending:
+        found = found.sort(-1).values
     if row.page_size:
         found = found + torch.arange(row.batch, device="cuda")[:, None, None, None] * row.keys
     return found.to(torch.int32)

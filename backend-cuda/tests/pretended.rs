@@ -44,6 +44,7 @@ fn it_says_what_it_is_and_what_it_has() {
         "sm80",
         "sm80_widened",
         "simt",
+        "sm90_lists",
         "sm80_lists",
         "combine",
         "sm90_index",

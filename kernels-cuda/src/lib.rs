@@ -22,6 +22,7 @@ pub mod sm80_lists_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod sm90_index;
+pub mod sm90_lists_bwd;
 pub mod sm90_mla;
 pub mod sm90_widened;
 pub mod split;

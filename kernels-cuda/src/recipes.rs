@@ -13,6 +13,7 @@ use crate::sm80_lists_bwd::recipe::Sm80ListsBwd;
 use crate::sm90::recipe::Sm90;
 use crate::sm90_bwd::recipe::Sm90Bwd;
 use crate::sm90_index::Sm90Index;
+use crate::sm90_lists_bwd::recipe::Sm90ListsBwd;
 use crate::sm90_mla::recipe::Sm90Mla;
 use crate::sm90_widened::recipe::Widened;
 use crate::sm100::recipe::Sm100;
@@ -44,6 +45,7 @@ pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
         Recipe::of::<OfValues<Sm100Bwd>>(),
         Recipe::of::<Sm90Bwd>(),
         Recipe::of::<Sm80Bwd>(),
+        Recipe::of::<Sm90ListsBwd>(),
         Recipe::of::<Sm80ListsBwd>(),
         Recipe::of::<SimtBwd>(),
     ]

@@ -84,14 +84,29 @@ impl Sm80ListsBwdTile {
 /// # Errors
 /// The first fact that it does not support.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    takes_gathered(problem, NAME)?;
+    let dims = problem.fwd.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > MOST_DIM_QK {
+            return Err(Refusal::new(NAME, format!("{field} {dim} is larger than {MOST_DIM_QK}")));
+        }
+    }
+    Ok(())
+}
+
+/// Checks all but the rows' sizes, for a kernel `name` that gathers rows of a token's keys and sums in 32 bits.
+///
+/// # Errors
+/// The first fact that such a kernel does not support.
+pub(crate) fn takes_gathered(problem: &BwdProblem, name: &'static str) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(name, reason));
     let fwd = &problem.fwd;
-    let (types, dims) = (fwd.dtypes, fwd.dims);
+    let types = fwd.dtypes;
     let Some(lists) = &fwd.lists else {
         return refuse("indices are not given: this kernel walks lists of keys".to_owned());
     };
-    fwd.refuse_mixed_layouts(NAME)?;
-    problem.refuse_gradients_beside_lists(NAME)?;
+    fwd.refuse_mixed_layouts(name)?;
+    problem.refuse_gradients_beside_lists(name)?;
     let beside = if fwd.score.bias != Bias::None {
         Some(format!("bias {:?}", fwd.score.bias))
     } else if fwd.drops() {
@@ -110,12 +125,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
             types.qk, types.v, types.o
         ));
     }
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > MOST_DIM_QK {
-            return refuse(format!("{field} {dim} is larger than {MOST_DIM_QK}"));
-        }
-    }
-    takes_lengths(problem).map_err(|reason| Refusal::new(NAME, reason))
+    takes_lengths(problem).map_err(|reason| Refusal::new(name, reason))
 }
 
 /// The tile for a problem that the kernel [`accepts`], on a device with these limits: all of a token's heads, up to

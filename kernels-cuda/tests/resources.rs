@@ -26,8 +26,8 @@ use fmha_kernels_cuda::sm100_mla::Sm100MlaTile;
 use fmha_kernels_cuda::split;
 use fmha_kernels_cuda::tile_list::{MaskCode, TileOf};
 use fmha_kernels_cuda::{
-    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_index, sm80_lists_bwd, sm90, sm90_bwd, sm90_index, sm90_mla,
-    sm100, sm100_bwd, sm100_mla, tile_list,
+    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_index, sm80_lists_bwd, sm90, sm90_bwd, sm90_index,
+    sm90_lists_bwd, sm90_mla, sm100, sm100_bwd, sm100_mla, tile_list,
 };
 use libloading::Library;
 
@@ -1112,6 +1112,7 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
         row_bytes: 0,
         split_keys: 0,
         fold_parts: 1,
+        shares: 0,
     };
     let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
     let f16 = |spec| FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..spec };
@@ -1172,6 +1173,32 @@ fn blackwell_list_kernels() -> Vec<(String, KernelSource)> {
     ]
     .map(|(name, spec, tile)| (format!("sm100_mla_list_{name}"), sm100_mla::fwd(&spec, &tile)))
     .into()
+}
+
+/// Kernels of Hopper's backward over lists of keys: rows of 576 and of 512 elements, gradients in f32.
+fn hopper_list_gradients() -> Vec<(String, KernelSource)> {
+    let mut kernels = Vec::new();
+    for (name, dim_qk, dtype, dtype_grad) in [
+        ("576", 576, DType::Bf16, DType::Bf16),
+        ("512", 512, DType::Bf16, DType::Bf16),
+        ("576_f16", 576, DType::F16, DType::F16),
+        ("576_f32", 576, DType::Bf16, DType::F32),
+    ] {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 4096,
+            seqlen_k: 65536,
+            num_heads_q: 128,
+            num_heads_kv: 1,
+            head_dim_qk: dim_qk,
+            head_dim_v: 512,
+        };
+        let plain = FwdProblem::batch(dtype, dims);
+        let lists = KeyLists::new(&plain, 2048);
+        let problem = BwdProblem::new(plain.lists(lists)).dtype_grad(dtype_grad);
+        kernels.push((format!("sm90_lists_{name}"), sm90_lists_bwd::main(&BwdSpec::of(&problem))));
+    }
+    kernels
 }
 
 /// Kernels over two caches, whose second has a list: of latent rows and of heads of 128, whole and in parts.
@@ -1354,6 +1381,7 @@ fn hoppers_kernels_that_choose_keys_compile_without_spills() {
 fn a_sample_of_kernels_over_lists_compiles_without_spills() {
     lists_do_not_spill("sm_80", list_kernels(LISTS_A100), 10);
     lists_do_not_spill("sm_90a", hopper_list_kernels(), 14);
+    lists_do_not_spill("sm_90a", hopper_list_gradients(), 4);
     lists_do_not_spill("sm_80", two_cache_kernels(LISTS_A100, false), 8);
 }
 
@@ -1363,6 +1391,7 @@ fn every_kernel_over_lists_compiles_without_spills() {
     lists_do_not_spill("sm_80", list_kernels(LISTS_A100), 1);
     lists_do_not_spill("sm_90a", list_kernels(LISTS_H200), 1);
     lists_do_not_spill("sm_90a", hopper_list_kernels(), 1);
+    lists_do_not_spill("sm_90a", hopper_list_gradients(), 1);
     lists_do_not_spill("sm_80", two_cache_kernels(LISTS_A100, false), 1);
     lists_do_not_spill("sm_90a", two_cache_kernels(LISTS_H200, true), 1);
 }

@@ -999,6 +999,19 @@ pub(crate) const ROWS: &[Row] = &[
         ..BLACKWELL
     },
     Row {
+        kernel: Some("sm90_lists"),
+        in_test: Cases { filter: "^lists/unordered/bf16/latent/d576/h130", deal: 1 },
+        in_all: Cases { filter: "^lists/unordered/.*/(d576|d512|latent)", deal: 1 },
+        ..HOPPER
+    },
+    Row {
+        kernel: Some("sm90_lists"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^lists/unordered/f16/latent/d512/", deal: 1 },
+        in_all: Cases { filter: "^lists/unordered/.*/(d576|d512|latent)", deal: 1 },
+        ..HOPPER
+    },
+    Row {
         kernel: Some("sm80_lists"),
         in_test: Cases { filter: "^lists/(unordered/bf16/d128x64|backward/bf16/(repeated|d576))", deal: 1 },
         in_all: Cases { filter: "^lists/(unordered|backward)/b?f16/", deal: 1 },
@@ -1158,6 +1171,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80_widened", "^decode/fp8_rows/e4m3fn/f16/appended/new3/p16$", AMPERE),
+    quick("sm90_lists", "^lists/unordered/bf16/latent/d512/", HOPPER_WALKING),
     quick("sm80_lists", "^lists/unordered/bf16/packed$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("sm100_mla_widened", "^decode/wide_fp8/e4m3fn/f16/d576x512/s1x70/p64$", BLACKWELL),

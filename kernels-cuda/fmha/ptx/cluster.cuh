@@ -121,6 +121,15 @@ FMHA_DEVICE void st_shared_cluster_v4_f32(uint32_t address, float a, float b, fl
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+// needs: sm_90. Starts a store of 16 bytes to shared memory of any CTA of the cluster, whose barrier, by its address
+// there, counts them as they land; `address` is a multiple of 16.
+// PTX ISA: st.async.
+FMHA_DEVICE void st_async_v4_f32(uint32_t address, float a, float b, float c, float d, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+               : "memory");
+}
+
 // needs: sm_90. This CTA's rank in its cluster.
 // PTX ISA: %cluster_ctarank.
 FMHA_DEVICE uint32_t cluster_ctarank() {

@@ -45,6 +45,17 @@ FMHA_DEVICE void red_global_add_v4_f32(float* address, float a, float b, float c
                : "memory");
 }
 
+// needs: sm_90. red_global_add_v4_f32 if `condition` holds, predicated in the instruction: a branch before an aligned
+// wgmma could leave lanes unconverged.
+// PTX ISA: red.
+FMHA_DEVICE void red_global_add_v4_f32_if(float* address, float a, float b, float c, float d, bool condition) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0;\n"
+      "@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d),
+      "r"(int(condition))
+      : "memory");
+}
+
 // needs: sm_70. `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_global_v4_f32(float* address, float a, float b, float c, float d) {

@@ -61,18 +61,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
         let refuse = |reason: String| Refusal::new(NAME, reason);
         let spec = BwdSpec::of(problem);
         let dims = problem.fwd().dims;
-        let workspace = lists::sum_elems(problem)
-            .and_then(|elems| BwdWorkspace::new(problem, 1, None, elems))
-            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let workspace = workspace_of(problem).map_err(refuse)?;
         let parts = problem.fwd().gqa_ratio().div_ceil(tile.rows.unsigned_abs());
         let tokens = u64::from(dims.seqlen_q).saturating_mul(parts.into());
         let ctas = sm80_bwd::ctas_of([dims.batch, dims.num_heads_kv], tokens)
             .ok_or_else(|| refuse(too_many_tiles(dims)))?;
-        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-        let keys = u64::from(dims.batch) * u64::from(dims.num_heads_kv) * u64::from(dims.seqlen_k);
-        let stats = facts
-            .row_launch((Stage::Prepare, "sm80_lists_stats"), RowKernel::SimtListsStats, &spec, [rows, 0])
-            .map_err(refuse)?;
+        let Around { stats, finish, dsink } = Around::of(problem, &spec, facts).map_err(refuse)?;
         let main = Launch {
             stage: Stage::Main,
             kernel: NAME,
@@ -97,12 +91,6 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
         } else {
             None
         };
-        let finish =
-            crate::rows::launch((Stage::Gradients, "sm80_lists_finish"), lists::finish(&spec), keys, facts);
-        let dsink = problem.write_dsink.then(|| {
-            let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
-            row_launch((Stage::Gradients, "sm80_dsink"), sm80_bwd::dsink(&spec), grid, facts)
-        });
         Ok(Choice {
             kernel: Self { workspace, copy_bytes: tile.copy_bytes.unsigned_abs().into() },
             launches: Launches::new([stats], main, of_keys.into_iter().chain([finish]).chain(dsink)),
@@ -125,23 +113,86 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
     }
 
     fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
-        let fwd = problem.fwd();
-        let (has_queries, has_keys) = (fwd.shape_q().seq > 0, fwd.shape_k().seq > 0);
-        match operand {
-            Operand::Q | Operand::Dout if has_queries => self.copy_bytes,
-            Operand::K | Operand::V if has_keys => self.copy_bytes,
-            _ => 1,
-        }
+        alignment(self.copy_bytes, problem, operand)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
-        let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
-        let mut lists = list_params(call.problem.fwd(), &call.args.seq);
-        // SAFETY: every launch takes BwdParams and, but for those that finish, ListParams; `check_bwd` saw that their
-        // memory covers the problem, and the workspace is as large as the plan said.
-        unsafe { steps.launch_all(&mut [(&raw mut params).cast(), (&raw mut lists).cast()], call.stream) }
+        // SAFETY: the caller keeps the contract of `launch`.
+        unsafe { launch::<V>(self.workspace, steps, call) }
     }
+}
+
+/// The launches before and behind those that sum gradients over lists of keys.
+pub(crate) struct Around {
+    /// LSE and delta of the queries.
+    pub stats: Launch,
+    /// Scales and rounds dK and dV.
+    pub finish: Launch,
+    /// The sink's gradient.
+    pub dsink: Option<Launch>,
+}
+
+impl Around {
+    /// The launches of a problem.
+    ///
+    /// # Errors
+    /// Rows that no grid has.
+    pub(crate) fn of(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Result<Self, String> {
+        let dims = problem.fwd().dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let keys = u64::from(dims.batch) * u64::from(dims.num_heads_kv) * u64::from(dims.seqlen_k);
+        let stats = facts.row_launch(
+            (Stage::Prepare, "sm80_lists_stats"),
+            RowKernel::SimtListsStats,
+            spec,
+            [rows, 0],
+        )?;
+        let finish =
+            crate::rows::launch((Stage::Gradients, "sm80_lists_finish"), lists::finish(spec), keys, facts);
+        let dsink = problem.write_dsink.then(|| {
+            let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
+            row_launch((Stage::Gradients, "sm80_dsink"), sm80_bwd::dsink(spec), grid, facts)
+        });
+        Ok(Self { stats, finish, dsink })
+    }
+}
+
+/// The workspace: numbers of each query, and the sums of dK and dV.
+///
+/// # Errors
+/// One of 2^62 bytes or more.
+pub(crate) fn workspace_of(problem: &ValidBwd) -> Result<BwdWorkspace, String> {
+    lists::sum_elems(problem)
+        .and_then(|elems| BwdWorkspace::new(problem, 1, None, elems))
+        .ok_or_else(|| "the workspace would be 2^62 bytes or more".to_owned())
+}
+
+/// Alignment of an operand that copies of `copy_bytes` need.
+pub(crate) fn alignment(copy_bytes: u64, problem: &ValidBwd, operand: Operand) -> u64 {
+    let fwd = problem.fwd();
+    let (has_queries, has_keys) = (fwd.shape_q().seq > 0, fwd.shape_k().seq > 0);
+    match operand {
+        Operand::Q | Operand::Dout if has_queries => copy_bytes,
+        Operand::K | Operand::V if has_keys => copy_bytes,
+        _ => 1,
+    }
+}
+
+/// Launches all steps of a backward over lists of keys.
+///
+/// # Safety
+/// That of [`Kernel::launch`], for a plan with this workspace.
+pub(crate) unsafe fn launch<V: Nvidia>(
+    workspace: BwdWorkspace,
+    steps: &Steps<V::Driver>,
+    call: &BwdCall<'_>,
+) -> Result<()> {
+    let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+    let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
+    let mut lists = list_params(call.problem.fwd(), &call.args.seq);
+    // SAFETY: every launch takes BwdParams and, but for those that finish, ListParams; `check_bwd` saw that their
+    // memory covers the problem, and the workspace is as large as the plan said.
+    unsafe { steps.launch_all(&mut [(&raw mut params).cast(), (&raw mut lists).cast()], call.stream) }
 }
 
 /// Text for `explain`: how the gradients are summed.

@@ -602,6 +602,29 @@ fn unordered_gradients(cases: &mut Vec<Case>, dtype: DType) {
         );
         push(name, problem, lengths);
     }
+    // Latent rows: more heads than a tile has, and blocks of keys that are all absent.
+    for (qk, heads, seqlen_q, topk, style) in [
+        (576, (128, 1), 3, 200, "padded"),
+        (576, (130, 1), 1, 70, "repeated"),
+        (512, (6, 2), 2, 130, "some_empty"),
+    ] {
+        let name = format!("lists/unordered/{dtype}/latent/d{qk}/h{}x{}/{style}", heads.0, heads.1);
+        let sizes = Dims { head_dim_v: 512, batch: 1, ..dims(seqlen_q, 150, heads, qk) };
+        let (problem, lengths) =
+            with_lists(masked(dtype, sizes, "0"), Lengths::default(), topk, style, data(&name).seed);
+        push(name, problem, lengths);
+    }
+    let sequences = [(0, 9), (2, 40), (3, 0), (1, 65)];
+    let name = format!("lists/unordered/{dtype}/latent/packed");
+    let sizes = Dims { head_dim_v: 512, ..dims(3, 65, (4, 1), 576) };
+    let (problem, lengths) = with_lists(
+        group(dtype, sizes, &sequences, "b"),
+        Lengths::packed(&sequences),
+        70,
+        "scattered",
+        data(&name).seed,
+    );
+    push(name, problem, lengths);
     let sequences = [(0, 9), (5, 40), (3, 0), (7, 65), (1, 13)];
     let name = format!("lists/unordered/{dtype}/packed");
     let problem = group(dtype, dims(7, 65, (4, 2), 48), &sequences, "b");

@@ -14,6 +14,7 @@
 // counts how often the list names its keys, and computes with the keys that are named, once each, times their count.
 // Scores are computed twice then.
 #pragma once
+#include <fmha/common/list_sums.cuh>
 #include <fmha/common/score_pair.cuh>
 #include <fmha/mma/sm80.cuh>
 #include <fmha/ptx/copy.cuh>
@@ -59,19 +60,7 @@ struct Smem : SmemParts<spec, tile> {
 
 // Sums in memory of a key's row of dK or of dV.
 template <BwdSpec spec>
-struct Sums {
-  static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
-  const BwdParams& p;
-
-  FMHA_DEVICE int64_t row(int32_t i_batch, int32_t i_head_kv, int32_t j) const {
-    return (int64_t(i_batch) * p.fwd.seqlen_k + j) * p.fwd.num_heads_kv + i_head_kv;
-  }
-  FMHA_DEVICE float* dk(int64_t row) const { return reinterpret_cast<float*>(p.non_finite) + row * dim_qk; }
-  FMHA_DEVICE float* dv(int64_t row) const {
-    const int64_t rows = int64_t(p.fwd.batch) * p.fwd.seqlen_k * p.fwd.num_heads_kv;
-    return dk(rows) + row * dim_v;
-  }
-};
+using Sums = ListSums<padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v)>;
 
 // d = A B^T of sixteen rows of each.
 template <DType dtype, class TileA, class TileB>

@@ -116,6 +116,28 @@ fn the_source_of_a_copy_to_another_block_is_free_when_that_block_says_that_it_ha
 }
 
 #[test]
+fn words_stored_to_another_block_are_there_when_its_barrier_has_counted_them() {
+    let mut options = Options::default();
+    options.happens_before = true;
+    // Block 0 stores 16 bytes to block 1, which waits for them.
+    let sent = |bytes: u32, wait: &str| {
+        format!(
+            "mbarrier.init.shared::cta.b64 [%s], 1; st.shared.b32 [%s+132], %r; fence.proxy.async.shared::cta;
+             fence.mbarrier_init.release.cluster; {MEET}
+             setp.eq.u32 %p, %r, 0; mov.u32 %w3, 7; mapa.shared::cluster.u32 %w0, %s, 1; @!%p bra TAKE;
+             add.u32 %w1, %w0, 128;
+             st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%w1], {{%r, %w3, %r, %r}}, [%w0]; bra DONE;
+             TAKE: mbarrier.arrive.expect_tx.shared::cta.b64 _, [%s], {bytes}; {wait}
+             ld.shared.b32 %d, [%s+132]; DONE: {MEET}"
+        )
+    };
+    let wait = "WAIT: mbarrier.try_wait.parity.shared::cta.b64 %q, [%s], 0; @!%q bra WAIT;";
+    assert_eq!(two_blocks_apart(&sent(16, wait), &options), Ok(vec![0, 7]));
+    assert_eq!(two_blocks_apart(&sent(16, ""), &options), Err(FaultKind::Race));
+    assert_eq!(two_blocks_apart(&sent(20, wait), &options), Err(FaultKind::Deadlock));
+}
+
+#[test]
 fn a_descriptor_is_read_as_it_stands_rank_and_all() {
     // One product of ones, no swizzle: rows of K 128 bytes apart (leading), groups of rows 256 (stride). `addr >> 4`
     // without a mask puts the rank of block 1 into the leading field: it then reads 256 bytes further.

@@ -50,6 +50,7 @@ impl Decoder<'_> {
                 inst.list = self.list(&dst, &[]);
                 inst
             }
+            "st" if raw.word(1) == "async" => self.store_async(raw)?,
             "st" => {
                 let access = self.access(raw, raw.operand(0)?)?;
                 let mut inst = Inst::new(Code::St(access));
@@ -331,6 +332,35 @@ impl Decoder<'_> {
         let mut inst = Inst::new(Code::Bulk(bulk));
         let mut list = vec![dst.0, src.0, bar.0, size, mask];
         list.extend(coords);
+        inst.list = self.list(&[], &list);
+        Ok(inst)
+    }
+
+    /// `st.async`: a list as a bulk copy's, with the words that are stored in the place of coordinates.
+    fn store_async(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let ty = last_type(raw)?;
+        let counts = raw.has("mbarrier::complete_tx::bytes") && raw.has("shared::cluster");
+        if !counts || !matches!(ty, Ty::B32 | Ty::U32 | Ty::S32 | Ty::F32) {
+            return Err(unknown(raw));
+        }
+        let (dst, bar) = (self.address(raw.operand(0)?)?, self.address(raw.operand(2)?)?);
+        let words = self.elements(raw.operand(1)?, ty)?;
+        let bulk = Bulk {
+            route: Route::RegistersToCluster,
+            dims: 0,
+            four_rows: false,
+            multicast: false,
+            reduce: None,
+            completion: Completion::Mbarrier,
+            pair: false,
+            own: false,
+            dst_offset: dst.1,
+            src_offset: 0,
+            bar_offset: bar.1,
+        };
+        let mut inst = Inst::new(Code::Bulk(bulk));
+        let mut list = vec![dst.0, Reg::NONE, bar.0, Reg::NONE, Reg::NONE];
+        list.extend(words);
         inst.list = self.list(&[], &list);
         Ok(inst)
     }

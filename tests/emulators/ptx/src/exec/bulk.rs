@@ -158,6 +158,8 @@ impl Cluster {
             for (i, reg) in list[5..].iter().enumerate() {
                 coords[i] = warp.get(*reg, lane) as u32 as i32;
             }
+            let is_store = bulk.route == Route::RegistersToCluster;
+            let bytes = if is_store { 4 * (list.len() - 5) as u32 } else { bytes };
             let mut job = Job {
                 bulk,
                 map: None,
@@ -195,7 +197,7 @@ impl Cluster {
                 }
                 job.bytes = map.box_bytes() * if bulk.four_rows { 4 } else { 1 };
                 job.map = Some(map);
-            } else if bytes % 16 != 0 || bytes == 0 {
+            } else if !is_store && (bytes % 16 != 0 || bytes == 0) {
                 return Err(fault(
                     FaultKind::Descriptor,
                     format!("bulk copy of {bytes} bytes, no multiple of 16"),
@@ -214,6 +216,7 @@ impl Cluster {
                     job.global = dst;
                     job.source = self.own_target(warp, src)?;
                 }
+                Route::RegistersToCluster => job.shared.push(reach(dst)?),
                 Route::SharedToCluster => {
                     job.source = self.own_target(warp, src)?;
                     job.shared.push(reach(dst)?);
@@ -225,7 +228,7 @@ impl Cluster {
             if bulk.multicast {
                 self.multicast(&mut job, mask)?;
             }
-            if bulk.route != Route::SharedToCluster {
+            if !is_store && bulk.route != Route::SharedToCluster {
                 warp.is_after_grids(lane, "bulk copy")?;
             }
             self.check_job(&job)?;
@@ -269,6 +272,7 @@ impl Cluster {
         let align = match &job.map {
             // The pattern repeats over eight rows of the span; a plain tile needs 128 bytes.
             Some(_) => 128,
+            None if job.bulk.route == Route::RegistersToCluster => job.bytes,
             None => 16,
         };
         let end = if job.bulk.route == Route::SharedToGlobal { Some(job.source) } else { None };

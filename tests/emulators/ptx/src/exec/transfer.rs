@@ -41,6 +41,12 @@ impl Cluster {
                 self.counters.global_read += u64::from(job.bytes);
                 self.deliver(job, data)?;
             }
+            Route::RegistersToCluster => {
+                for (to, word) in data.chunks_exact_mut(4).zip(job.coords) {
+                    to.copy_from_slice(&word.to_le_bytes());
+                }
+                self.deliver(job, data)?;
+            }
             Route::SharedToCluster => {
                 self.collect(job, data)?;
                 self.deliver(job, data)?;

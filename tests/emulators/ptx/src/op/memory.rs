@@ -76,12 +76,14 @@ pub(crate) enum Completion {
     BulkGroup,
 }
 
-/// Directions of `cp.async.bulk` and its tensor and reducing forms.
+/// Directions of `cp.async.bulk` and its tensor and reducing forms, and of `st.async`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Route {
     GlobalToShared,
     SharedToGlobal,
     SharedToCluster,
+    /// `st.async`: up to four words, which stand in the place of coordinates.
+    RegistersToCluster,
     /// L2 prefetch: checked, moves nothing.
     Prefetch,
 }
