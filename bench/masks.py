@@ -14,7 +14,8 @@ be left out:
              blocks: TFLOP/s of the selected work, forward and backward, beside torch's FlexAttention over the same
              BlockMask.
     making   making the lists of 131072 tokens in documents of mean 4096, 32 heads, one mask, beside its forward.
-    exact    deterministic backward beside the other, over intervals, and whether 100 repeats have one set of bits.
+    exact    deterministic backward beside the other, over the rows' intervals, and whether 100 repeats have one set of
+             bits.
     compile  first call of an expression that nobody has compiled beside the same call without one, the cache on disk
              empty.
 
@@ -463,11 +464,12 @@ def part_making():
 def part_exact():
     if not held("deterministic backward", 10):
         return [], [], []
-    i = torch.arange(LENGTH, device=DEVICE)
-    doc, begin, end = documents(max(LENGTH // 8, 2))
     rows = []
-    for name, pair in (("causal", (0, i + 1)), ("documents full", (begin, end))):
-        data = fmha.Intervals(endpoints(pair))
+    for name, mask in [("built-in causal", "causal")] + [
+        (row.name, fmha.Intervals(endpoints(*row.ranges))) for row in table() if row.ranges is not None
+    ]:
+        if not re.search(arguments.rows, name) or not held(f"deterministic backward of {name}", 3):
+            continue
         torch.manual_seed(0)
         sizes = (BATCH, LENGTH, HEADS, DIM)
         q, k, v, dout = (torch.randn(sizes, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
@@ -475,7 +477,7 @@ def part_exact():
         calls, bits = {}, []
         for way, options in (("backward", {}), ("deterministic", {"deterministic": True})):
             try:
-                out = fmha.attention(q, k, v, mask=data, **options)
+                out = fmha.attention(q, k, v, mask=mask, **options)
                 calls[way] = lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
             except Exception as error:  # noqa: BLE001
                 print(f"  {name}: {way}: {' '.join(repr(error).split())[:300]}", flush=True)
@@ -486,9 +488,9 @@ def part_exact():
             cells["repeats with other bits"] = f"{bits.count(False)} of {len(bits)}"
         if len(calls) == 2:
             cells["price"] = f"{float(cells['deterministic']) / float(cells['backward']):.2f}"
-        rows.append({"intervals": name, **cells})
+        rows.append({"mask": name, **cells})
         print("exact: " + "  ".join(f"{name} {x}" for name, x in rows[-1].items()), flush=True)
-    return ["intervals", "backward", "deterministic", "price", "repeats with other bits"], rows, []
+    return ["mask", "backward", "deterministic", "price", "repeats with other bits"], rows, []
 
 
 #: Two first calls of a process of its own, forward and backward each: without an expression, then with one.

@@ -59,7 +59,7 @@ pub(crate) fn refuse(problem: &FwdProblem, kernel: &'static str) -> Result<(), R
 /// Name in plans of the launch that gives blocks their places in the order of additions.
 const RANK_NAME: &str = "tile_ranks";
 
-/// The launch after the one that lists tiles of keys, which gives their blocks [ranks](TileListPlan::ordered).
+/// The launch after the one that lists tiles of keys, which gives their [steps and ranks](TileListPlan::ordered).
 pub(crate) fn rank_launch(spec: &FwdSpec, block_n: i32, plan: &TileListPlan, facts: &DeviceFacts) -> Launch {
     let grid = Grid::new(plan.groups(), THREADS);
     row_launch((Stage::RankTiles, RANK_NAME), rank_tiles(spec, block_n), grid, facts)
@@ -141,8 +141,9 @@ pub fn list_tiles(spec: &FwdSpec, of: TileOf, [block_m, block_n]: [i32; 2], code
         params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
         call: &format!(
             "static_assert(TileListCta::threads == {THREADS}, \"host and device disagree\"); \
-             list_tiles<TileListCta, kSpec, {block_m}, {block_n}, {}, {has_function}, {has_bits}>(p, masks, list);",
-            of == TileOf::Keys
+             list_tiles<TileListCta, kSpec, {block_m}, {block_n}, {of_keys}, {has_function}, {has_bits}, {of_keys}>(\
+             p, masks, list);",
+            of_keys = of == TileOf::Keys
         ),
     };
     crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])

@@ -598,6 +598,9 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_bwd_{dim}_repair"), sm90_bwd::repair(&masked, &tile)));
         if dim <= 128 {
             kernels.push((format!("sm90_bwd_{dim}_masks"), sm90_bwd::masked_main(&masked, &tile, false)));
+            let ordered = BwdSpec { deterministic: true, ..masked };
+            let in_order = sm90_bwd::masked_main(&ordered, &sm90_bwd::default_tile(&ordered), false);
+            kernels.push((format!("sm90_bwd_{dim}_masks_ordered"), in_order));
             let repair = sm90_bwd::masked_repair(&masked, &tile, false);
             kernels.push((format!("sm90_bwd_{dim}_masks_repair"), repair));
         }

@@ -58,6 +58,7 @@ abi_struct! {
         /// Number of blocks in each row that the mask hides in part, and number of those that it shows whole.
         pub counts: DevPtr<i32>,
         /// Blocks of a row: partly masked ones from its begin upwards, fully visible ones from its end downwards.
+        /// NVIDIA's lists of blocks of queries have the words of `fmha/listed_block.h`.
         pub blocks: DevPtr<i32>,
         /// Tiles of the longest sequence.
         pub num_tiles: i32,
@@ -67,8 +68,9 @@ abi_struct! {
         pub heads_of_batch: i32,
         /// Number of query heads that share one head's lists.
         pub heads_ratio: i32,
-        /// Rank of each block among the tiles that list it, laid out like `blocks`; after the rows of each head
-        /// comes a row of counters. Null if additions have no fixed order.
+        /// The steps of each row with their queries ascending, two words each: the block, and its rank among the
+        /// tiles that list it. After the rows of each head comes a row of counters. Null if additions have no fixed
+        /// order.
         pub ranks: DevPtr<i32>,
     }
 }
@@ -164,14 +166,14 @@ impl TileListPlan {
         ))
     }
 
-    /// Adds a rank to each listed block, placed at the end of `workspace`.
+    /// Adds steps and ranks of the listed blocks, placed at the end of `workspace`.
     ///
     /// # Errors
     /// More bytes than lists may take.
     pub fn ordered(self, workspace: Workspace) -> Result<(Self, Workspace), String> {
         let ranks = workspace.bytes.next_multiple_of(128);
         let rows = u64::from(self.rows) + u64::from(self.groups());
-        let bytes = ranks + 4 * rows * u64::from(self.list.max_blocks.unsigned_abs());
+        let bytes = ranks + 8 * rows * u64::from(self.list.max_blocks.unsigned_abs());
         if bytes > MOST_BYTES {
             return Err(format!(
                 "lists of tiles in one order would take {bytes} bytes of workspace, more than {MOST_BYTES}"

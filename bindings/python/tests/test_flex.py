@@ -1,8 +1,10 @@
 """FlexAttention's door against torch's own, forward, and against float64, with gradients; and what it refuses."""
 
 import functools
+import gc
 import pickle
 import random
+import types
 import warnings
 import weakref
 
@@ -493,6 +495,60 @@ def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
     mask = lambda b, h, q, k: q >= k  # noqa: E731
     both = traced(score, mask)
     assert traced(score, mask) is both and traced(score, lambda b, h, q, k: q >= k) is not both
+
+
+def near(q, k, reach=2):
+    return q - k <= reach
+
+
+def test_a_mask_of_which_something_changes_is_traced_again():
+    traced = lambda mask: flex._traced(None, mask, ("score_mod", "mask_mod"), torch.device(DEVICE))  # noqa: E731
+    width, table, inner = 2, torch.rand(4, device=DEVICE), near
+
+    def mask(b, h, q, k, least=1):
+        return (q - k <= width) & (table[h] >= 0) & inner(q, k) & (k >= least + slopes_of)
+
+    def changes():
+        """Whether another trace is made, and that it is the one of a function with the same parts."""
+        before, after = traced_before[0], traced(mask)
+        again = types.FunctionType(mask.__code__, globals(), "mask", mask.__defaults__, mask.__closure__)
+        assert after == traced(again) and traced(mask) is after
+        traced_before[0] = after
+        return after is not before
+
+    traced_before = [traced(mask)]
+    assert traced(mask) is traced_before[0]
+    table += 1
+    assert not changes()
+    width = 3
+    assert changes() and not changes()
+    table = torch.rand(4, device=DEVICE)
+    assert changes() and traced(mask).tensors[0] is table
+    table.requires_grad_()
+    assert changes()
+    mask.__defaults__ = (2,)
+    assert changes()
+    inner = lambda q, k: q - k <= 5  # noqa: E731
+    assert changes()
+    inner.__code__ = (lambda q, k: q - k <= 6).__code__
+    assert changes()
+    global slopes_of
+    slopes_of = 4
+    assert changes()
+    slopes_of = 3
+    assert changes() and not changes()
+    mask.rate = 1.0
+    assert traced(mask) is not traced(mask)
+    del mask.rate
+
+    def passing(b, h, q, k):
+        return passing is not None and q >= k
+
+    traced(passing)
+    gone = weakref.ref(passing)
+    del passing
+    gc.collect()
+    assert gone() is None
 
 
 def truth(score, b, h, q, k):

@@ -2,8 +2,11 @@
 // blocks of queries that see tiles of keys: one small launch with a group of threads for each
 // tile and mask head. Its warps (or waves) classify blocks; blocks are stored from the last to
 // the first, partly masked ones from the row's begin upwards, whole ones from its end downwards.
+// Words of partly masked blocks of queries also say what halves of the tile's keys are seen by, where
+// `marks_halves` (listed_block.h).
 #pragma once
 #include <fmha/bwd.h>
+#include <fmha/listed_block.h>
 #include <fmha/mask_classes.h>
 #include <fmha/score.h>
 #include <fmha/tile_list.h>
@@ -44,6 +47,7 @@ struct TileLister {
   FMHA_DEVICE BlockClass class_of(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows, int32_t block,
                                   int32_t block_n) const {
     const Range own = block_of(block, block_n, span.seqlen_k);
+    if (own.empty()) return BlockClass::Skipped;
     const BlockClass by_band = block_class(band, rows, own);
     if (by_band == BlockClass::Skipped) return BlockClass::Skipped;
     const bool may_be_whole = own.end - own.begin == block_n && by_band == BlockClass::Inside;
@@ -52,6 +56,21 @@ struct TileLister {
     else by_masks = keys.class_of(span, i_head, rows, own);
     if (by_masks == BlockClass::Inside && !may_be_whole) return BlockClass::Edge;
     return by_masks;
+  }
+
+  // Answers for the halves of a tile's keys, in the bits of a `ListedBlock` shifted to the first.
+  FMHA_DEVICE int32_t seen_by_halves(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
+                                     int32_t tile, int32_t block_n) const {
+    int32_t seen = 0;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const BlockClass is = class_of(span, band, i_head, rows, 2 * tile + half, block_n / 2);
+      const HalfSeen of_half = is == BlockClass::Skipped  ? HalfSeen::None
+                               : is == BlockClass::Inside ? HalfSeen::Whole
+                                                          : HalfSeen::Asked;
+      seen |= int32_t(of_half) << 2 * half;
+    }
+    return seen;
   }
 
   // Class of a tile, found by one thread from bounds of the mask as code, if no mask as data decides too.
@@ -183,7 +202,7 @@ struct TileLister {
   }
 
   // `of_keys`: the tile has keys, and its list has blocks of queries.
-  template <bool of_keys>
+  template <bool of_keys, bool marks_halves>
   FMHA_DEVICE void run(Shared& shared, QLayout q_layout, KvKind kv_layout, int32_t block_m, int32_t block_n) const {
     auto& [classes, counts, marked, entries] = shared;
     const int32_t row = Group::group_index(), tile = row % list.num_tiles, batch_and_head = row / list.num_tiles;
@@ -236,10 +255,20 @@ struct TileLister {
           is = of_keys ? class_of(span, band, i_head, block_of(block, block_m, span.seqlen_q), tile, block_n)
                        : class_of(span, band, i_head, own, block, block_n);
         }
-        if (lane == 0) classes[at] = uint8_t(is);
+        int32_t seen = 0;
+        if constexpr (marks_halves) {
+          if (is == BlockClass::Edge) {
+            seen = seen_by_halves(span, band, i_head, block_of(block, block_m, span.seqlen_q), tile, block_n);
+            constexpr int32_t none = int32_t(HalfSeen::None);
+            // Halves are asked more closely than the tile: a block that neither is seen by is none of its list's.
+            if (seen == (none | none << 2)) is = BlockClass::Skipped;
+          }
+        }
+        if (lane == 0) classes[at] = uint8_t(int32_t(is) | seen << 2);
       }
       Group::barrier();
-      const BlockClass own = BlockClass(classes[thread]);
+      const BlockClass own = BlockClass(classes[thread] & 3);
+      const int32_t word = (last - thread) | classes[thread] >> 2 << ListedBlock::kBits;
       const bool cut = own == BlockClass::Edge, whole = own == BlockClass::Inside;
       const auto cuts = Group::ballot(cut), wholes = Group::ballot(whole);
       if (lane == 0) {
@@ -257,7 +286,7 @@ struct TileLister {
         num_whole += counts[1][w];
       }
       const auto lower = (decltype(cuts)(1) << lane) - 1;
-      if (cut) blocks[cut_at + Group::bits_in(cuts & lower)] = last - thread;
+      if (cut) blocks[cut_at + Group::bits_in(cuts & lower)] = marks_halves ? word : last - thread;
       if (whole) blocks[list.max_blocks - 1 - whole_at - Group::bits_in(wholes & lower)] = last - thread;
       Group::barrier();
     }
@@ -272,27 +301,63 @@ struct TileLister {
   }
 };
 
-// Ranks of the blocks of tiles of keys: how many earlier tiles list the block too. A
-// group handles the lists of a sequence and head, whose last row of ranks holds counters.
+// The steps of tiles of keys where additions to a block of queries have an order: a tile's blocks with their queries
+// ascending, two words each, and the block's rank, how many earlier tiles list it too. A group handles the lists of a
+// sequence and head, whose last row counts for each block the tiles that list it.
 template <class Group, FwdSpec spec, int32_t block_n>
 FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
   const int32_t group = Group::group_index(), num_blocks = list.max_blocks;
   const int32_t i_batch = list.heads_of_batch > 0 ? group / list.heads_of_batch : 0;
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
   // Tiles beyond the sequence have no list.
-  const int32_t num_tiles = min(ceil_div(span.seqlen_k, block_n), list.num_tiles);
-  int32_t* ranks = list.ranks + int64_t(group) * (list.num_tiles + 1) * num_blocks;
-  int32_t* before = ranks + int64_t(list.num_tiles) * num_blocks;
-  for (int32_t block = Group::thread(); block < num_blocks; block += Group::threads) before[block] = 0;
+  const int32_t num_tiles = min(ceil_div(span.seqlen_k, block_n), list.num_tiles), thread = Group::thread();
+  int32_t* steps = list.ranks + 2 * (int64_t(group) * (list.num_tiles + 1) * num_blocks);
+  int32_t* before = steps + 2 * (int64_t(list.num_tiles) * num_blocks);
+  for (int32_t block = thread; block < num_blocks; block += Group::threads) before[block] = 0;
+  // The warps merge each tile's cut and whole blocks. Both parts of a list descend.
+#pragma unroll 1
+  for (int32_t tile = thread / Group::count; tile < num_tiles; tile += Group::threads / Group::count) {
+    const int64_t row = int64_t(group) * list.num_tiles + tile;
+    const int32_t* blocks = list.blocks + row * num_blocks;
+    const int32_t num_cut = list.counts[2 * row], num = num_cut + list.counts[2 * row + 1];
+    const auto listed = [&](int32_t i) {
+      return i < num_cut ? ListedBlock{blocks[i]}
+                         : ListedBlock{blocks[num_blocks - 1 - (i - num_cut)] | ListedBlock::kWhole};
+    };
+    for (int32_t i = thread % Group::count; i < num_blocks; i += Group::count) {
+      int32_t at = i, word = -1;
+      if (i < num) {
+        const ListedBlock own = listed(i);
+        // The first of the other part's that is lower.
+        int32_t low = i < num_cut ? num_cut : 0, end = i < num_cut ? num : num_cut;
+        const int32_t lower_of_own = (i < num_cut ? num_cut : num) - 1 - i, end_of_other = end;
+        while (low < end) {
+          const int32_t middle = (low + end) / 2;
+          if (listed(middle).block() < own.block()) end = middle;
+          else low = middle + 1;
+        }
+        at = lower_of_own + end_of_other - low;
+        word = own.word;
+      }
+      steps[2 * (int64_t(tile) * num_blocks + at)] = word;
+    }
+  }
   Group::barrier();
+  // A tile's words are read while the one before is counted.
+  const auto word_of = [&](int32_t tile, int32_t i) {
+    return tile < num_tiles && i < num_blocks ? steps[2 * (int64_t(tile) * num_blocks + i)] : -1;
+  };
+  int32_t next = word_of(0, thread);
 #pragma unroll 1
   for (int32_t tile = 0; tile < num_tiles; ++tile) {
-    const int64_t row = int64_t(group) * list.num_tiles + tile;
-    const int32_t num_cut = list.counts[2 * row], num = num_cut + list.counts[2 * row + 1];
-    for (int32_t i = Group::thread(); i < num; i += Group::threads) {
-      const int32_t at = i < num_cut ? i : num_blocks - 1 - (i - num_cut), block = list.blocks[row * num_blocks + at];
+    int32_t word = next;
+    next = word_of(tile + 1, thread);
+#pragma unroll 1
+    for (int32_t i = thread; word >= 0;) {
       // A list names each block at most once.
-      ranks[int64_t(tile) * num_blocks + at] = before[block]++;
+      steps[2 * (int64_t(tile) * num_blocks + i) + 1] = before[ListedBlock{word}.block()]++;
+      i += Group::threads;
+      word = word_of(tile, i);
     }
     Group::barrier();
   }
@@ -300,12 +365,12 @@ FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
 
 // The launch of a vendor's groups.
 template <class Group, FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function,
-          bool has_bits = false>
+          bool has_bits = false, bool marks_halves = false>
 FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {
   using Lister = TileLister<Group, has_function, has_bits>;
   __shared__ typename Lister::Shared shared;
   const Lister lister{p, {DataMasks{masks}}, list};
-  lister.template run<of_keys>(shared, spec.q_layout, spec.kv_layout, block_m, block_n);
+  lister.template run<of_keys, marks_halves>(shared, spec.q_layout, spec.kv_layout, block_m, block_n);
 }
 
 }  // namespace fmha

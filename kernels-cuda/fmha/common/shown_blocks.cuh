@@ -5,6 +5,7 @@
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/common/seen_keys.cuh>
+#include <fmha/listed_block.h>
 #include <fmha/mma/fragment.cuh>
 #include <fmha/score.h>
 #include <fmha/shown_pairs.h>
@@ -46,6 +47,7 @@ using BitsIn = typename RowBits<n>::Bits;
 template <int n>
 struct QueriesOf {
   BitsIn<n> seen[2];
+  static FMHA_DEVICE QueriesOf all() { return {{~BitsIn<n>(0), ~BitsIn<n>(0)}}; }
   // Zeros in the elements of pairs that are hidden.
   FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x) const {
 #pragma unroll
@@ -55,8 +57,10 @@ struct QueriesOf {
   }
 };
 
-template <bool has_function>
+// `has_order`: lists of blocks of queries come with steps and ranks (`rank_tiles`).
+template <bool has_function, bool has_order = false>
 struct ShownBlocks {
+  static constexpr bool is_ordered = has_order;
   static constexpr bool all = false, has_classes = false, has_tile_list = true;
   template <int n>
   using Queries = QueriesOf<n>;
@@ -74,9 +78,21 @@ struct ShownBlocks {
   FMHA_DEVICE int32_t place(int32_t num_cut, int32_t i) const {
     return i < num_cut ? i : list.max_blocks - 1 - (i - num_cut);
   }
-  // Rank of that block among the tiles that list it. After each head's rows comes a row of counters.
-  FMHA_DEVICE int32_t rank(int32_t row, int32_t num_cut, int32_t i) const {
-    return list.ranks[int64_t(row + row / list.num_tiles) * list.max_blocks + place(num_cut, i)];
+  // The i-th block of queries of a row of `num`, where `num_cut` are partly masked. With an order queries ascend from
+  // the row's first to its last; else partly masked blocks descend, and whole ones behind them.
+  FMHA_DEVICE ListedBlock listed(int32_t row, int32_t num_cut, int32_t num, int32_t i) const {
+    if constexpr (is_ordered) return {steps_of(row)[2 * i]};
+    const bool is_cut = i < num_cut;
+    return {entry(row, num_cut, i) | (is_cut ? 0 : ListedBlock::kWhole)};
+  }
+  // How many earlier tiles list that block, and how many tiles of its head list a block.
+  FMHA_DEVICE int32_t rank(int32_t row, int32_t i) const { return steps_of(row)[2 * i + 1]; }
+  FMHA_DEVICE int32_t num_listing(int32_t row, int32_t block) const {
+    return steps_of(row - row % list.num_tiles + list.num_tiles - 1)[2 * int64_t(list.max_blocks) + block];
+  }
+  // Two words a step. After each head's rows comes a row of counters.
+  FMHA_DEVICE const int32_t* steps_of(int32_t row) const {
+    return list.ranks + 2 * (int64_t(row + row / list.num_tiles) * list.max_blocks);
   }
   template <class Work>
   FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }

@@ -275,7 +275,7 @@ impl Sm90BwdTile {
         let at_a_time = (num_sms / cluster).max(1);
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
-            spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
+            spec.deterministic && !is_packed && spec.fwd.mask == MaskKind::Full && queries < group;
         // Same rule as the device's `place_in_order`. A part of a whole adds to dQ in the whole's order, and so has
         // equal bits.
         let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
@@ -286,7 +286,7 @@ impl Sm90BwdTile {
         let side_by_side_bytes =
             i64::from(heads_of_sequence / SHORT_PERIOD) * i64::from(seqlen_q) * row_bytes;
         let is_short = !is_packed && side_by_side_bytes <= SHORT_BYTES;
-        let side_by_side_period = match problem.fwd.mask.kind() {
+        let side_by_side_period = match spec.fwd.mask {
             MaskKind::Full if is_side_by_side => 1,
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
             _ if all_upward => 1,
@@ -300,7 +300,7 @@ impl Sm90BwdTile {
             num_heads
         } else if !spec.deterministic {
             in_l2
-        } else if problem.fwd.mask.kind() != MaskKind::Full {
+        } else if spec.fwd.mask != MaskKind::Full {
             let parts_together = if is_packed { i64::from(parts) } else { 1 };
             let upward = (num_heads / parts_together / i64::from(side_by_side_period.max(1))).max(1);
             let near = near_heads(upward, head_bytes, parts_together);
@@ -336,7 +336,9 @@ impl Sm90BwdTile {
         // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at
         // 2k. D 64 at 512 207, 201.
         let has_band = tile_list::band_of_tiles(&problem.fwd).kind() != MaskKind::Full;
-        let in_groups = has_band && !self.waits_in_order(spec) && dims.seqlen_k >= 1024;
+        // The order of lists has heads beside each other.
+        let may_group = !self.waits_in_order(spec) || tile_list::serve(&problem.fwd);
+        let in_groups = has_band && may_group && dims.seqlen_k >= 1024;
         let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes =

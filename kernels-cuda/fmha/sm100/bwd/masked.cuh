@@ -12,7 +12,7 @@ FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const MaskDat
   static_assert(spec.fwd.mask != MaskKind::Full, "sm100 backward: masks as data hide keys");
   static_assert(spec.fwd.code != CodeKind::Mask && spec.fwd.code != CodeKind::Both,
                 "sm100 backward: lists ask the mask");
-  main<spec, tile>(p, maps, ShownRows<has_function>{{{DataMasks{masks}, p.fwd}, list}});
+  main<spec, tile>(p, maps, ShownRows<has_function, spec.deterministic>{{{DataMasks{masks}, p.fwd}, list}});
 }
 
 template <BwdSpec spec, bool has_function>

@@ -21,7 +21,7 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
 template <int queries, class SeenKeys>
 FMHA_DEVICE int32_t position_of(const Work& work, const SeenKeys& seen, const QuerySteps<queries, SeenKeys>& steps,
                                 const QueryBlock& block) {
-  if constexpr (SeenKeys::has_tile_list) return seen.rank(steps.row, steps.num_cut, steps.at - 1);
+  if constexpr (SeenKeys::has_tile_list) return seen.rank(steps.row, steps.place(steps.at - 1));
   else return position_at(work, block.first);
 }
 

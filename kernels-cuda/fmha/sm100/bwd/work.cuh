@@ -3,6 +3,7 @@
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/common/seen_keys.cuh>
+#include <fmha/listed_block.h>
 #include <fmha/pair_masks.h>
 #include <fmha/sm100/bwd/config.cuh>
 
@@ -61,7 +62,7 @@ FMHA_DEVICE Work work_of(const BwdParams& p, uint32_t i_cta, const SeenKeys& see
 }
 
 // The blocks of queries of a CTA's steps, one query head after another: those of the band, or those that lists have
-// (shown_blocks.cuh), cut ones first in each head.
+// (shown_blocks.cuh): cut ones first in each head, or in calls with ordered sums from its last queries to its first.
 template <int queries, class SeenKeys>
 struct QuerySteps {
   const Work& work;
@@ -75,11 +76,17 @@ struct QuerySteps {
       return work.template at<queries>(step++);
     } else {
       for (; at == num; ++step) open(work.first_head + step);
-      const int32_t block = seen.entry(row, num_cut, at);
-      is_cut = at < num_cut;
+      const ListedBlock listed = seen.listed(row, num_cut, num, place(at));
+      is_cut = !listed.is_whole();
       ++at;
-      return {i_head, block * queries};
+      return {i_head, listed.block() * queries};
     }
+  }
+  // Place in the list of a head's step `nth`. Tiles add with their keys ascending, so with their queries descending no
+  // tile begins at a block that the one before reaches last.
+  FMHA_DEVICE int32_t place(int32_t nth) const {
+    if constexpr (SeenKeys::is_ordered) return num - 1 - nth;
+    return nth;
   }
 
  private:

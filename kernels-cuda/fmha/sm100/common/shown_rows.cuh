@@ -6,9 +6,9 @@
 
 namespace fmha::sm100 {
 
-template <bool has_function>
-struct ShownRows : ShownBlocks<has_function> {
-  using Blocks = ShownBlocks<has_function>;
+template <bool has_function, bool has_order = false>
+struct ShownRows : ShownBlocks<has_function, has_order> {
+  using Blocks = ShownBlocks<has_function, has_order>;
   using Blocks::pairs;
 
   // The keys of a query, n from `first` on, that intervals show.

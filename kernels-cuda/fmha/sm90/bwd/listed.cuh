@@ -5,24 +5,31 @@
 
 namespace fmha::sm90::bwd {
 
-// The query blocks that lists have of a tile, one query head of the group after another.
+// The query blocks that lists have of a tile, one query head of the group after another: as `ShownBlocks::listed` has
+// them, or where `is_downward` from the last one to the first.
 template <class Keys>
 struct ListedQueryBlocks : QueryBlocks {
   const Keys& keys;
   int32_t i_batch, key_block;
   int32_t row = 0, at = 0, num_cut = 0, num = 0;
+  ListedBlock listed = {0};
 
-  FMHA_DEVICE ListedQueryBlocks(const Keys& keys, int32_t i_batch, int32_t key_block, Range heads)
-      : QueryBlocks{{0, 0}, 0, heads.end, heads.begin, 0, false}, keys(keys), i_batch(i_batch), key_block(key_block) {
+  FMHA_DEVICE ListedQueryBlocks(const Keys& keys, int32_t i_batch, int32_t key_block, Range heads, bool is_downward)
+      : QueryBlocks{{0, 0}, 0, heads.end, heads.begin, 0, is_downward}, keys(keys), i_batch(i_batch),
+        key_block(key_block) {
     open();
   }
-  // How many tiles add to the block before this one.
-  FMHA_DEVICE int32_t position() const { return keys.rank(row, num_cut, at); }
+  // How many tiles add to the block before this one: those of earlier keys, or where queries ascend of later ones.
+  FMHA_DEVICE int32_t position() const {
+    const int32_t rank = keys.rank(row, place());
+    return is_downward ? rank : keys.num_listing(row, current) - 1 - rank;
+  }
   // Whether the block has a pair that is hidden.
-  FMHA_DEVICE bool is_cut() const { return at < num_cut; }
+  FMHA_DEVICE bool is_cut() const { return !listed.is_whole(); }
+  FMHA_DEVICE HalfSeen seen_by(int half) const { return listed.seen_by(half); }
   FMHA_DEVICE void advance() {
     if (++at < num) {
-      current = keys.entry(row, num_cut, at);
+      read();
     } else {
       ++i_head;
       open();
@@ -30,6 +37,11 @@ struct ListedQueryBlocks : QueryBlocks {
   }
 
  private:
+  FMHA_DEVICE int32_t place() const { return is_downward ? num - 1 - at : at; }
+  FMHA_DEVICE void read() {
+    listed = keys.listed(row, num_cut, num, place());
+    current = listed.block();
+  }
   // Goes to the first head from this one on that has blocks.
   FMHA_DEVICE void open() {
     at = 0;
@@ -41,18 +53,19 @@ struct ListedQueryBlocks : QueryBlocks {
       num = num_cut + counts[1];
       if (num > 0) break;
     }
-    if (i_head < end_head) current = keys.entry(row, num_cut, 0);
+    if (i_head < end_head) read();
   }
 };
-template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
-FMHA_DEVICE ListedQueryBlocks<ShownBlocks<has_function>> query_blocks(const BwdParams& p,
-                                                                      const Sm90BwdSchedule& schedule,
-                                                                    const Work& work,
-                                                                    const ShownBlocks<has_function>& keys) {
+template <BwdSpec spec, Sm90BwdTile tile, bool has_function, bool has_order>
+FMHA_DEVICE ListedQueryBlocks<ShownBlocks<has_function, has_order>> query_blocks(
+    const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work,
+    const ShownBlocks<has_function, has_order>& keys) {
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
   // No list is there of a key block that the sequence has not, or that the band hides.
   const int32_t heads = work.q_blocks.empty() ? 0 : num_query_heads<spec, tile>(p, schedule, work.span);
-  return {keys, work.span.i_batch, work.key_block, {first_head, first_head + heads}};
+  bool is_downward = false;
+  if constexpr (has_order) is_downward = goes_upward<spec, tile>(schedule, work);
+  return {keys, work.span.i_batch, work.key_block, {first_head, first_head + heads}, is_downward};
 }
 
 }  // namespace fmha::sm90::bwd

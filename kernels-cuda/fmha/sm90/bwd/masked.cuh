@@ -15,7 +15,7 @@ FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const Sm90Bwd
   static_assert(spec.fwd.mask != MaskKind::Full, "sm90 backward: masks as data hide keys");
   static_assert(!keeps_dq_apart(tile) && !in_clusters(tile) && !tile.head_parts,
                 "sm90 backward: lists are of one CTA's key block, whose sums of dQ are no one's own");
-  main<spec, tile>(p, maps, schedule, AllKeysHere{}, ShownBlocks<has_function>{{DataMasks{masks}, p.fwd}, list});
+  main<spec, tile>(p, maps, schedule, AllKeysHere{}, ShownBlocks<has_function, spec.deterministic>{{DataMasks{masks}, p.fwd}, list});
 }
 
 template <BwdSpec spec, Sm90BwdTile tile, bool has_function>

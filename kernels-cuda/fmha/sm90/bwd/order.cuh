@@ -51,7 +51,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
 
 // Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first (a mask leaves
 // them to the first key blocks), and for each key block all heads. Ordered additions behind a mask have a launch
-// order of their own; with lists the order of additions is that of key blocks, from the first one up.
+// order of their own.
 // `is_listed`: the main kernel walks lists. `keys`: which keys queries see; with lists `q_blocks` says only whether
 // there are blocks.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey, bool is_listed = Keys::has_tile_list>
@@ -66,7 +66,12 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   int32_t head = first_head + within - i_block * num_heads, i_part = 0;
   int32_t nth_block = i_block;
   bool is_upward = true;
-  if constexpr (launches_in_order<spec, tile>() && !is_listed) {
+  if constexpr (launches_in_order<spec, tile>() && is_listed) {
+    const Place place = place_by_lists(schedule, index, num_key_blocks, p.fwd.batch, p.fwd.num_heads_kv);
+    head = place.head;
+    nth_block = place.nth_block;
+    is_upward = place.is_upward;
+  } else if constexpr (launches_in_order<spec, tile>()) {
     const int32_t parts = num_parts<tile>(schedule), parts_together = tile.head_parts ? schedule.parts_together : 1;
     const Place place = place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch,
                                        p.fwd.num_heads_kv * parts / parts_together, parts_together);

@@ -4,6 +4,7 @@
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/modifiers.cuh>
 #include <fmha/common/exp2.cuh>
+#include <fmha/listed_block.h>
 #include <fmha/common/seen_keys.cuh>
 
 namespace fmha::sm90::bwd {
@@ -50,9 +51,10 @@ struct Pairs {
   FMHA_DEVICE static Mask mask_of(const Work& work) { return {work.band, work.span.seqlen_k}; }
   // Pairs of a cut block that lists' masks show. They are asked before the block's products are under way, while
   // registers are free.
-  template <Edges edges>
-  FMHA_DEVICE Shown shown(const Work& work, const QueryTile& at) const {
+  template <Edges edges, class Blocks>
+  FMHA_DEVICE Shown shown(const Work& work, const QueryTile& at, const Blocks& blocks) const {
     if constexpr (Keys::has_tile_list && edges != Edges::None) {
+      if (blocks.seen_by(index) == HalfSeen::Whole) return Shown::all();
       return keys.template queries_of<columns>(work.span, at.i_head, first_key(work) + mma::fragment_row(),
                                                at.first_query);
     } else {

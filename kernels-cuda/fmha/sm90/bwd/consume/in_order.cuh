@@ -14,8 +14,12 @@ struct InOrder {
   using C = Consumer<spec, tile, Keys>;
   using Scores = typename C::Scores;
   using Kept = typename C::Kept;
-  // Whether some of a warpgroup's blocks are hidden as a whole: a query block is shorter than a key block.
-  static constexpr bool passes_hidden = spec.fwd.mask != MaskKind::Full && tile.block_m < tile.block_n;
+  // Whether some of a warpgroup's blocks are hidden as a whole: a query block is shorter than a key block, or lists say
+  // so of each warpgroup's half of the keys.
+  static constexpr bool passes_hidden =
+      Keys::has_tile_list || (spec.fwd.mask != MaskKind::Full && tile.block_m < tile.block_n);
+  static_assert(!Keys::has_tile_list || (tile.block_n == 2 * mma::kRows && num_consumers(tile) == 2),
+                "lists tell what a warpgroup's keys are seen by");
 
   C& c;
   int32_t dropout_head = -1;  // the head whose keys' part of dropout's generator is in `dropout_parts`
@@ -26,15 +30,17 @@ struct InOrder {
   }
 
  private:
-  template <Edges edges>
-  FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks) {
+  template <Edges edges, class Blocks>
+  FMHA_DEVICE void step(const Work& work, const Blocks& blocks) {
     Scores s, dp;
     const QueryTile at = c.query_tile(blocks);
     if constexpr (edges == Edges::All && passes_hidden) {
-      if (c.pairs.sees_none(work, at.first_query)) return pass(work, blocks);
+      bool sees_none = c.pairs.sees_none(work, at.first_query);
+      if constexpr (Keys::has_tile_list) sees_none |= blocks.seen_by(c.index) == HalfSeen::None;
+      if (sees_none) return pass(work, blocks);
     }
     begin_head(work, at.i_head);
-    const auto shown = c.pairs.template shown<edges>(work, at);
+    const auto shown = c.pairs.template shown<edges>(work, at, blocks);
     c.take_q(work, blocks.current, c.q_slot);
     c.start_scores(s, c.q_slot.index);
     if constexpr (!starts_dp_late(tile)) c.take_v_and_start_dp(dp, work, blocks);

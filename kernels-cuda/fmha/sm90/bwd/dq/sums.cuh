@@ -159,6 +159,26 @@ FMHA_DEVICE Place place_in_order(const Sm90BwdSchedule& schedule, int32_t index,
   return {(i_batch * num_heads + nth * period + period - 1) * parts + part, nth_block, true};
 }
 
+// Tile `index` under lists of blocks of queries: the same order, but downward heads too run some beside each other, as
+// many as an L2 head group has. Key blocks whose walks begin at the same query block, as without a diagonal, wait for
+// each other there, and fewer of a head's run at a time. Modelled, over free additions, 32 heads of 8192 with a head
+// and with four at a time: causal 1.08, 1.06; block diffusion 1.41, 1.20; random blocks 1.81, 1.35.
+FMHA_DEVICE Place place_by_lists(const Sm90BwdSchedule& schedule, int32_t index, int32_t num_key_blocks, int32_t batch,
+                                 int32_t num_heads) {
+  const int32_t period = schedule.side_by_side_period, upward = num_heads / period, downward = num_heads - upward;
+  const int32_t within = index - batch * downward * num_key_blocks;
+  const bool is_upward = within >= 0;
+  const int32_t of_sequence = is_upward ? upward : downward, nth_tile = is_upward ? within : index;
+  const int32_t at_a_time = is_upward ? schedule.side_by_side_heads : schedule.heads_per_l2_group;
+  const int32_t first = nth_tile / (at_a_time * num_key_blocks) * at_a_time;
+  const int32_t side_by_side = min(at_a_time, batch * of_sequence - first);
+  const int32_t in_group = nth_tile - first * num_key_blocks;
+  const int32_t nth_block = in_group / side_by_side, i_head = first + in_group - nth_block * side_by_side;
+  const int32_t i_batch = i_head / of_sequence, nth = i_head - i_batch * of_sequence;
+  const int32_t head = is_upward ? nth * period + period - 1 : nth + nth / max(period - 1, 1);
+  return {i_batch * num_heads + head, nth_block, is_upward};
+}
+
 // Without a mask, key blocks begin their walks at query blocks that are `stride` apart, in groups of CTAs that run at a
 // time (as DASH shifts them: arXiv 2601.21824), so that CTAs that start together meet at no query block.
 struct Stagger {
