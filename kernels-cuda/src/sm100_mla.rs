@@ -200,8 +200,6 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
                  copies of 16"
             ));
         }
-        // Narrow rows over 16 bits are another kernel's.
-        sm90_mla::leave_narrow(problem).map_err(|why| Refusal::new(NAME, why))?;
     }
     if let Some(rows) = problem.cache.rows {
         return refuse(format!("cache_rows of {} bytes", rows.row_bytes()));

@@ -493,7 +493,11 @@ fn in_shares(problem: &FwdProblem, tile: Sm90MlaTile, num_sms: u32) -> Option<Sm
         0 => price.whole(),
         keys => price.parts(f64::from(dims.seqlen_k.div_ceil(keys.unsigned_abs()))),
     };
-    (may_be_shared && shared.check(problem).is_ok() && price.shares() < fixed).then_some(shared)
+    // An FP8 cache has the parts of its 16-bit twin, whose bits it has: where a walk over one has no registers, the
+    // other has no shares.
+    let narrow = Sm90MlaTile { stored: DType::E4m3Fn, by_tma: false, ..shared };
+    let both_walk = narrow.has_registers_to_walk(problem).is_ok();
+    (may_be_shared && both_walk && shared.check(problem).is_ok() && price.shares() < fixed).then_some(shared)
 }
 
 /// Price of a call whose sequences may be unlike, in units of a block, by the most that their lengths may be.

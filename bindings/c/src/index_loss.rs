@@ -20,7 +20,7 @@ pub(crate) unsafe fn on(device: *const c_char, call: &FmhaIndexLoss) -> Result<(
         None | Some("cpu") => unsafe { index_loss(call) },
         Some(other) => {
             let said =
-                format!("device {other}: 0 kernels of a GPU compute an indexer's loss, which the CPU does");
+                format!("device {other}: no kernel of a GPU computes an indexer's loss, which the CPU does");
             Err(ProblemError::new("device", said).into())
         }
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -42,7 +42,9 @@ def _by_library(
     read = (q, k, weights, indices, target, dloss)
     alive = [None if x is None else _torch.resolved(x).contiguous() for x in read]
     shapes = ((batch, seqlen_q), q.shape, k.shape, weights.shape)
-    made = tuple(torch.zeros(shape) if wants else None for shape, wants in zip(shapes, wanted))
+    # The library writes f32 on the host, whatever torch's defaults are.
+    host: Dict[str, Any] = dict(dtype=torch.float32, device="cpu")
+    made = tuple(torch.zeros(shape, **host) if wants else None for shape, wants in zip(shapes, wanted))
     for name, x in zip((*_READ, *_WRITTEN), (*alive, *made)):
         # Without elements torch gives no address.
         setattr(call, name, None if x is None else x.data_ptr() or 256)
@@ -67,8 +69,11 @@ def _by_torch(
                 rows = slice(begin, begin + step)
                 listed = (indices[b, rows] >= 0) & (indices[b, rows] < seqlen_k)
                 entries = torch.where(listed, indices[b, rows], 0).long() + b * seqlen_k
-                of_k, of_q, of_w = keys[entries], q[b, rows].to(dtype), weights[b, rows].to(dtype)
+                of_q, of_w = q[b, rows].to(dtype), weights[b, rows].to(dtype)
+                # An absent entry names key 0, whose numbers it must not read.
+                of_k = torch.where(listed[..., None], keys[entries], 0)
                 products = torch.einsum("ihd,ijd->ihj", of_q, of_k)
+                products = torch.where(listed[:, None], products, 0)
                 scores = torch.einsum("ihj,ih->ij", products.relu(), of_w).masked_fill(~listed, -torch.inf)
                 p = torch.where(listed, target[b, rows].to(dtype), 0)
                 total = p.sum(-1, keepdim=True)
@@ -87,6 +92,7 @@ def _by_torch(
                     dq[b, rows] = torch.einsum("ihj,ijd->ihd", d_products, of_k)
                 if wanted[2]:
                     d_keys = torch.einsum("ihj,ihd->ijd", d_products, of_q)
+                    d_keys = torch.where(listed[..., None], d_keys, 0)
                     dk.index_add_(0, entries.flatten(), d_keys.flatten(0, 1))
     made = (loss, dq, dk.view(batch, seqlen_k, dim), dweights)
     return tuple(x if wants else None for x, wants in zip(made, wanted))

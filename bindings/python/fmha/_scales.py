@@ -102,6 +102,10 @@ def attention(
     # Shapes of the values, whose gradients a call has.
     keys = (k.shape[-3] if v.dim() == 4 and by_columns else v.shape[-3], v.shape[-2], head_dim_v)
     shapes = [(*x.shape[:-1], x.shape[-1] * form.elems_per_byte) for x in (q, k)] + [(*v.shape[:-3], *keys)]
+    for name, x, shape in zip("qkv", scales.of, shapes):
+        if x is not None and (not isinstance(x, torch.Tensor) or tuple(x.shape) != shape or x.device != q.device):
+            found = f"{tuple(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"block_scales: of {name} is {found}, not a tensor of {shape} on {q.device}")
     sink = dict(more).get("sink")
     more = [(name, x) for name, x in more if name != "sink"]
     return _Attention.apply(*scales.of, sink, (q, k, v), shapes, more, numbers, put)

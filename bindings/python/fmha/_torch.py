@@ -932,7 +932,7 @@ def kvcache(
     if isinstance(k, torch.Tensor) and k.dtype in (cast[0].dtype, *_FP8):
         q, cache = cast[0], (*cast[1:], *cache[2:])
     numbers, drawn = _seeded(q, numbers)
-    sources = (q, k, v, *cache[:2], *tensors[:3])
+    sources = (q, k, v, *cache[:2], *cache[6:], *tensors[:3])
     if not _want_gradients(*sources):
         return operator(q, k, v, *cache, *tensors, *numbers, drawn)
     if torch.compiler.is_compiling():

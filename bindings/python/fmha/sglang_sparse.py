@@ -42,9 +42,12 @@ class Backend(DeepseekSparseAttnBackend):
         """Q ``[tokens, heads, dim]`` over rows ``[rows, 1, dim]`` of the pool, which ``page_table_1`` lists, i32
         ``[tokens, topk]``; O ``[tokens, heads, v_head_dim]``. Any number of heads."""
         rows = kv_cache.view(1, -1, 1, q_all.shape[-1])
-        if topk_length is not None and topk_length.shape[0] != q_all.shape[0]:
-            # SGLang pads tokens; the lists say themselves what is absent.
-            topk_length = None
+        if topk_length is not None:
+            padding = q_all.shape[0] - topk_length.shape[0]
+            if padding < 0:
+                raise ValueError(f"topk_length has {topk_length.shape[0]} tokens, not {q_all.shape[0]} as q_all")
+            # SGLang pads tokens behind those that have a length; their lists say themselves what is absent.
+            topk_length = torch.nn.functional.pad(topk_length, (0, padding), value=page_table_1.shape[1])
         lengths = None if topk_length is None else topk_length[None]
         listed = page_table_1[None, :, None]
         o, _ = _attend(q_all[None], rows, listed, v_head_dim, sm_scale, attn_sink, lengths, addresses=False)

@@ -105,7 +105,7 @@ class Impl(MLAAttentionImpl):
         refused: Dict[str, Any] = dict(alibi_slopes=alibi_slopes, sliding_window=sliding_window)
         refused.update(logits_soft_cap=logits_soft_cap, kv_sharing_target_layer_name=kv_sharing_target_layer_name, **beside)
         for name, value in refused.items():
-            if value:
+            if isinstance(value, torch.Tensor) or value:
                 raise NotImplementedError(f"{name} is given: latent attention over lists does not take it")
         if attn_type != "decoder":
             raise NotImplementedError(f"attn_type {attn_type} is not decoder")
@@ -214,7 +214,8 @@ class Backend(AttentionBackend):
         device_capability: Any,
     ) -> Optional[str]:
         """Why not, in words; ``None``: it is taken."""
-        if kv_cache_dtype in _OF_BYTES and (dtype != torch.bfloat16 or head_size != 576):
+        # vLLM makes rows of bytes of "fp8" under its own names.
+        if kv_cache_dtype in (*_OF_BYTES, "fp8") and (dtype != torch.bfloat16 or head_size != 576):
             return f"rows of {_ROW_BYTES} bytes go with bfloat16 and head_size 576, not {dtype} and {head_size}"
         major = getattr(device_capability, "major", 8)
         return f"compute capability {major} is below 8" if major < 8 else None

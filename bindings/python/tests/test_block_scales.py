@@ -234,7 +234,10 @@ def test_what_does_not_go_with_scales_by_blocks_is_named():
     one = torch.ones(1)
     packed = fmha.BlockScales(scales.q, scales.k.flatten(0, 1), scales.v.flatten(0, 1)[:0], "mxfp8_e4m3")
     twice = fmha.BlockScales(scales.q, scales.k, scales.v, "mxfp8_e4m3", descales=(one, one, one))
+    short = (wide[:, :-1].requires_grad_(), None, None)
+    of = fmha.BlockScales(scales.q, scales.k, scales.v, "mxfp8_e4m3", of=short)
     for error, text, call in [
+        (ValueError, "block_scales: of q is", lambda: fmha.attention(q, k, v, block_scales=of)),
         (RuntimeError, "block_scales: q has shape", lambda: fmha.attention(q, k, v, block_scales=bad)),
         (TypeError, "q is of torch.float32", lambda: fmha.attention(wide, k, v, block_scales=scales)),
         (TypeError, "block_scales: str", lambda: fmha.attention(q, k, v, block_scales="mxfp8_e4m3")),

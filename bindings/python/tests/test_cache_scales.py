@@ -162,6 +162,9 @@ def test_what_does_not_go_with_scales_by_rows_is_named():
         fmha.attention_with_kvcache(q, k.half(), k.half(), **both)
     with pytest.raises((TypeError, RuntimeError), match="k_scale"):
         fmha.attention_with_kvcache(q, k, k, k_scale="rows", v_scale=scale)
+    o = fmha.attention_with_kvcache(q, k, k.clone(), k_scale=scale.clone().requires_grad_(), v_scale=scale)
+    with pytest.raises(NotImplementedError, match="of which attention has no gradient"):
+        (o[0] if isinstance(o, tuple) else o).sum().backward()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="NumPy's arrays are the CPU's")

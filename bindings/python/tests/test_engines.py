@@ -524,6 +524,7 @@ def test_vllm_sparse_names_lead_here_and_what_they_do_not_take_is_named(vllm, mo
         ("logits_soft_cap", dict(logits_soft_cap=3.0)),
         ("kv_sharing_target_layer_name", dict(kv_sharing_target_layer_name="layer")),
         ("sinks", dict(sinks=[1.0])),
+        ("sinks", dict(sinks=torch.zeros(2))),
         ("attn_type encoder", dict(attn_type="encoder")),
         ("kv_cache_dtype fp8 is none of", dict(kv_cache_dtype="fp8")),
         ("num_kv_heads 2", dict(num_kv_heads=2)),
@@ -607,8 +608,11 @@ def test_sglangs_latent_rows_over_lists(sglang_sparse, is_fp8):
     used, sink = torch.tensor([7, 3, 7, 1, 0], dtype=torch.int32), torch.randn(heads)
     o = backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used, attn_sink=sink, **words)
     check(o, rows, used.tolist(), sink)
-    # Padded metadata says nothing of these tokens.
-    check(backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used[:2], **words), rows, [7] * 5)
+    # Padded metadata says nothing of the tokens behind its own.
+    o = backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used[:2], **words)
+    check(o, rows, [*used[:2].tolist(), 7, 7, 7])
+    with pytest.raises(ValueError, match="topk_length has 6 tokens, not 5 as q_all"):
+        backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=torch.ones(6, dtype=torch.int32), **words)
 
 
 def test_sglangs_other_implementations_are_refused_by_name(sglang_sparse, monkeypatch):

@@ -66,6 +66,28 @@ def test_losses_and_gradients_are_those_of_the_definition(seed, dtype, bound):
     assert torch.equal(loss, sparse.index_loss(*call, **options))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the library's loss is the CPU's")
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_torchs_defaults_change_no_loss(default):
+    call = drawn(2)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        check(call, 1e-5)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_torchs_operators_read_nothing_that_no_list_names():
+    q, k, weights, indices, target = drawn(3)
+    k, q = k.clone(), q.clone()
+    indices = torch.where(indices == 0, -1, indices)
+    k[:, 0], q[:, 1], indices[:, 1] = torch.nan, torch.nan, -1
+    given = [x.clone().requires_grad_() for x in (q, k, weights)]
+    _index_loss._Loss.apply(*given, indices, target, _index_loss._by_torch).sum().backward()
+    assert not any(x.grad.isnan().any() for x in given)
+
+
 def test_torchs_operators_compute_the_same(monkeypatch):
     monkeypatch.setattr(_index_loss, "_by_library", _index_loss._by_torch)
     # Some queries at a time.

@@ -181,7 +181,7 @@ pub(crate) fn alignment(copy_bytes: u64, problem: &ValidBwd, operand: Operand) -
 /// Launches all steps of a backward over lists of keys.
 ///
 /// # Safety
-/// That of [`Kernel::launch`], for a plan with this workspace.
+/// As [`Kernel::launch`], for a plan with this workspace.
 pub(crate) unsafe fn launch<V: Nvidia>(
     workspace: BwdWorkspace,
     steps: &Steps<V::Driver>,

@@ -111,7 +111,7 @@ pub(super) fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (Fw
         }
         "window" => problem = masked(dtype, dims, "b:90,3,2"),
         "part" => {
-            // The first key of the part begins a block of every size below.
+            // The first key of the part begins a block of every size that a part draws.
             let part =
                 Part { position_q: 128, position_k: 960, seqlens: Some([300, 1300]), ..Part::default() };
             problem = masked(dtype, dims, "b").part(part);
@@ -248,7 +248,8 @@ fn draw_lists(
     gap: i64,
     seed: u64,
 ) {
-    let [block_q, block_k] = [[64, 64], [128, 32], [37, 19], [16, 48], [1, 5]][(seed % 5) as usize];
+    let odd = if problem.part.is_whole() { [37, 19] } else { [16, 48] };
+    let [block_q, block_k] = [[64, 64], [128, 32], odd, [16, 48], [1, 5]][(seed % 5) as usize];
     let blocks = (problem.part.position_k + problem.dims.seqlen_k).div_ceil(block_k);
     // List capacity, larger than any row needs.
     let room = |has: bool| has.then_some(blocks + 1);

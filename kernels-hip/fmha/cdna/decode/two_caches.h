@@ -1,7 +1,8 @@
 // Keys of two caches in one softmax: those that a token sees of the first, then those of the second. A list selects
 // each cache's keys, or intervals and (in the first cache) the band. Places run over both, as over one list (list.h).
 //
-// An entry is read two tiles before its row, here too. It is the list's, or where a cache has no list the key itself.
+// An entry is read two tiles before its row, as in list.h. An entry is a list's
+// or, of a cache without a list, the key itself.
 #pragma once
 #include <fmha/cdna/decode/list.h>
 #include <fmha/two_caches.h>

@@ -161,8 +161,7 @@ FMHA_DEVICE Place place_in_order(const Sm90BwdSchedule& schedule, int32_t index,
 
 // Tile `index` under lists of blocks of queries: the same order, but downward heads too run some beside each other, as
 // many as an L2 head group has. Key blocks whose walks begin at the same query block, as without a diagonal, wait for
-// each other there, and fewer of a head's run at a time. Modelled, over free additions, 32 heads of 8192 with a head
-// and with four at a time: causal 1.08, 1.06; block diffusion 1.41, 1.20; random blocks 1.81, 1.35.
+// each other there, and fewer of a head's run at a time. docs/kernels/sm90-bwd-dq.md has the modelled times.
 FMHA_DEVICE Place place_by_lists(const Sm90BwdSchedule& schedule, int32_t index, int32_t num_key_blocks, int32_t batch,
                                  int32_t num_heads) {
   const int32_t period = schedule.side_by_side_period, upward = num_heads / period, downward = num_heads - upward;
