@@ -344,7 +344,7 @@ fn reference(case: &Case) -> (Results, Vec<f32>, Vec<f32>) {
     (Results { tensors: [all_o, lse, dq, dk, dv], captured: exact.dcaptured }, o32, lse32)
 }
 
-/// What one rank's plans give: O, LSE, dQ, dK, dV, and the captured tensors' gradients; of replicated queries, which
+/// Results of one rank's plans: O, LSE, dQ, dK, dV, and the captured tensors' gradients; of replicated queries, which
 /// have no gradients, O and LSE.
 fn of_rank(
     case: &Case,
@@ -538,7 +538,7 @@ fn a_cache_over_ranks_is_asked_as_on_one_device() {
     assert!(served > 10, "{served}");
 }
 
-/// What a rank brings that is not the problem's is refused on every rank before anything runs.
+/// An operand of one rank that does not fit the problem is refused on every rank before anything runs.
 #[test]
 fn operands_that_do_not_fit_are_named_on_every_rank() {
     let mask = |text: &str| text.parse::<Function>().unwrap();

@@ -86,7 +86,7 @@ impl Whole {
         if k.partition.is_replicated() && ranks > 1 {
             return wrong("partition", format!("keys that every rank has are for 1 rank, not for {ranks}"));
         }
-        // What kernels have built in shows which keys a piece sees.
+        // A band that kernels have built in shows which keys a piece sees.
         let (fwd, slopes) = match whole.built_in(wanted > 0) {
             Some(folded) if folded.problem.clone().validate().is_ok() => (folded.problem, folded.slopes),
             _ => (whole.clone(), None),

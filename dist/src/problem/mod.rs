@@ -24,7 +24,7 @@ use crate::partition::Partition;
 /// bias is `[.., own queries, all keys]`. Operands that have no rows (ALiBi's slopes, sinks, descales) are
 /// the same on every rank.
 ///
-/// So are masks as data and tensors that functions capture: those of one device, whole, on every rank. Functions read
+/// Masks as data and tensors that functions capture are those of one device, whole, on every rank. Functions read
 /// places of the whole, and masks as data name its queries and keys. Gradients of captured tensors are the whole's
 /// too, on every rank.
 ///

@@ -314,7 +314,7 @@ pub(crate) struct ScoreOffsets {
 }
 
 impl ScoreOffsets {
-    /// What a function of a part captures.
+    /// Number that a function of a part has in place of a variable.
     pub(crate) fn place(&self, variable: Variable) -> u32 {
         let [b, h, q, k, seqlen_q, seqlen_k] = self.places;
         match variable {
