@@ -97,7 +97,7 @@ pub fn index_losses(
     }
     let (mut losses, mut gradients) = (filled(rows, 0.0)?, filled(wanted, 0.0)?);
     let mut scores = filled(topk, 0f32)?;
-    for row in 0..rows {
+    for (row, loss) in losses.iter_mut().enumerate() {
         let list = row * topk..(row + 1) * topk;
         for (score, &entry) in scores.iter_mut().zip(&indices[list.clone()]) {
             *score = match u32::try_from(entry).ok().filter(|&j| j < problem.seqlen_k) {
@@ -109,7 +109,7 @@ pub fn index_losses(
                 }
             };
         }
-        losses[row] = index_loss(&scores, &target[list.clone()], &mut gradients[list])?;
+        *loss = index_loss(&scores, &target[list.clone()], &mut gradients[list])?;
     }
     Ok((losses, gradients))
 }

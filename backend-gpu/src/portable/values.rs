@@ -2,7 +2,7 @@
 //! 16 bits or f32 reads them there.
 
 use fmha_core::abi::View;
-use fmha_core::args::{DevSlice, MemorySpace};
+use fmha_core::args::{DevSlice, DevSliceMut, MemorySpace};
 use fmha_core::scale_params::block_scale_params;
 use fmha_core::tune::TileOptions;
 use fmha_core::value_params::{BlockValuesParams, BlockValuesSpec, VALUE_COLUMNS};
@@ -129,7 +129,7 @@ impl BlockValues {
 
     /// Calls `then` with the call over the values.
     pub fn with<T>(&self, call: &Call<'_, ValidBwd>, then: impl FnOnce(&Call<'_, ValidBwd>) -> T) -> T {
-        let start = call.args.workspace.as_ref().map_or(std::ptr::null_mut(), |slice| slice.as_mut_ptr());
+        let start = call.args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);
         let [q, k, v, end] = self.places;
         let part = |from: u64, to: u64| {
             let at = start.wrapping_add(from as usize).cast_const();

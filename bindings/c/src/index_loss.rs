@@ -17,6 +17,7 @@ use crate::structs::FmhaIndexLoss;
 pub(crate) unsafe fn on(device: *const c_char, call: &FmhaIndexLoss) -> Result<()> {
     // SAFETY: the caller keeps the contract of `on`.
     match unsafe { text("device", device)? } {
+        // SAFETY: as above.
         None | Some("cpu") => unsafe { index_loss(call) },
         Some(other) => {
             let said =
@@ -59,9 +60,8 @@ pub unsafe fn index_loss(call: &FmhaIndexLoss) -> Result<(), Error> {
     let topk = size("topk", call.topk)? as usize;
     let of = |field: &'static str, factors: &[u32]| {
         let count = factors.iter().try_fold(4u64, |count, &by| count.checked_mul(by.into()));
-        let fits =
-            count.and_then(|bytes| usize::try_from(bytes).ok()).filter(|&bytes| bytes <= isize::MAX as usize);
-        fits.map(|bytes| bytes / 4).ok_or_else(|| {
+        let fits = count.and_then(|bytes| isize::try_from(bytes).ok());
+        fits.map(|bytes| bytes.unsigned_abs() / 4).ok_or_else(|| {
             ProblemError::new(field, format!("{field} of shape {factors:?} is larger than memory"))
         })
     };

@@ -286,7 +286,6 @@ impl Planned {
     /// Checks an operand that every rank has whole.
     fn check_whole(&self, name: &str, slice: Option<&DevSlice<'_>>, wanted: Option<u64>) -> Result<()> {
         match (slice, wanted) {
-            (None, None) => Ok(()),
             (Some(slice), None) => {
                 let text = format!("{name}: {} bytes given, but the problem has none", slice.bytes());
                 Err(self.wrong(name, text))
