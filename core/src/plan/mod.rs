@@ -249,10 +249,10 @@ impl<P: Problem> Plan<P> {
 
     /// Queues the work on `stream` and returns; without streams the work is done at return. All of the operands are
     /// checked first, and nothing wrong is launched: an error leaves every output as it was, except
-    /// [`Error::Driver`](crate::Error::Driver) from the device itself.
+    /// [`Error::Driver`] from the device itself.
     ///
     /// # Errors
-    /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, operands that do not fit, wrong
+    /// [`Error::Problem`] for a stream of another device, operands that do not fit, wrong
     /// lengths if they are checked, `p_drop` above 0 while the stream is captured; what the driver said.
     #[inline]
     pub fn run(&self, args: &mut P::Args<'_>, stream: &Stream) -> Result<()> {
