@@ -240,6 +240,11 @@ def texts_and_torchs_masks(size):
         close(ranks.attention(*own, **options), ranks.shard(fmha.attention(q, k, v, **options)), "a text")
     joined = ranks._ours(None, q.device)
     assert len(joined.plans) == 1, len(joined.plans)
+    # One text and tensors of other steps: each is a plan of its own.
+    steps = torch.randn(2 * rows, generator=generator)
+    for read in (steps[:rows], steps[::2], steps[:1].expand(rows), steps[-5:]):
+        options = dict(score_code="t: f32[_]; s + t[k]", captured=dict(t=read))
+        close(ranks.attention(*own, **options), ranks.shard(fmha.attention(q, k, v, **options)), "steps")
     # Another program's document mask, which torch cuts into blocks.
     ids = torch.arange(rows) // 5
     mask = create_block_mask(
