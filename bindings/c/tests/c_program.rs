@@ -251,14 +251,23 @@ fn what_python_spells_of_the_structs_has_the_headers_fields_in_their_order() {
     let ranks = std::fs::read_to_string(root.join("../python/fmha/_c.py")).unwrap();
     let both = ["FmhaStrides", "FmhaGradients", "FmhaProblem", "FmhaArgs", "FmhaOptions"];
     let ours = both.into_iter().chain(["FmhaCache", "FmhaPart", "FmhaLists"]);
-    let python = both.into_iter().chain(["FmhaJoin", "FmhaRun", "FmhaRanks"]);
+    let python = both.into_iter().chain([
+        "FmhaJoin",
+        "FmhaRun",
+        "FmhaRanks",
+        "FmhaMasks",
+        "FmhaCaptured",
+        "FmhaCode",
+        "FmhaCapturedArgs",
+    ]);
     let all = ours.map(|name| (name, &adapter)).chain(python.map(|name| (name, &ranks)));
     for (name, adapter) in all {
         let body =
             header.split(&format!("typedef struct {name} {{")).nth(1).unwrap().split('}').next().unwrap();
         let fields: Vec<&str> = body
             .lines()
-            .filter_map(|line| line.trim().strip_suffix(';')?.rsplit([' ', '*']).next())
+            .filter(|line| !line.trim().starts_with("//"))
+            .filter_map(|line| line.trim().strip_suffix(';')?.rsplit([' ', '*']).next()?.split('[').next())
             .collect();
         let class = adapter.split(&format!("class {name}(Structure):")).nth(1).unwrap();
         let class = class.split("\n\n").next().unwrap();

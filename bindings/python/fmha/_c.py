@@ -155,6 +155,60 @@ class FmhaArgs(Structure):
     ]
 
 
+class FmhaMasks(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("intervals", FmhaStrides),
+        ("mask_bits", FmhaStrides),
+        ("kv_num_blocks", FmhaStrides),
+        ("kv_indices", FmhaStrides),
+        ("full_kv_num_blocks", FmhaStrides),
+        ("full_kv_indices", FmhaStrides),
+        ("endpoints", c_int64),
+        ("intervals_heads", c_int64),
+        ("mask_bits_heads", c_int64),
+        ("lists_heads", c_int64),
+        ("block_q", c_int64),
+        ("block_k", c_int64),
+        ("max_blocks", c_int64),
+        ("full_max_blocks", c_int64),
+        ("partial", c_int32),
+        ("full", c_int32),
+    ]
+
+
+class FmhaCaptured(Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("shape", c_int64 * _native.MAX_DIMS),
+        ("strides", c_int64 * _native.MAX_DIMS),
+        ("num_dims", c_int32),
+        ("dtype_grad", c_int32),
+        ("write_grad", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class FmhaCode(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("score", c_char_p),
+        ("mask", c_char_p),
+        ("captured", ctypes.POINTER(FmhaCaptured)),
+        ("num_captured", c_int64),
+    ]
+
+
+class FmhaCapturedArgs(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("grad", c_void_p),
+        ("integer", c_int64),
+        ("real", c_float),
+        ("reserved", c_int32),
+    ]
+
+
 class FmhaOptions(Structure):
     _fields_ = [
         ("struct_bytes", c_uint64),

@@ -17,15 +17,17 @@ import secrets
 import socket
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as _torch_dist
 
-from . import _c, _native
+from . import _c, _code, _native, _torch
 from ._arguments import by_causal, unknown, wants_rows
-from ._mask import Mask, MaskLike
+from ._mask import Mask
+from ._mask_data import AnyMask, is_object, split
 from ._numbers import flag, integer, real, scale, shown, word
+from ._ranks_code import Operands, read
 from ._torch import autocast, once, refuse_tangents, refuse_tracers, resolved
 
 if TYPE_CHECKING:
@@ -271,8 +273,8 @@ def _of(name: str, x: Any, like: torch.Tensor, dtype: Optional[torch.dtype] = No
 class _Call:
     """A call's numbers, and what its plans are made and kept by."""
 
-    def __init__(self, q, k, v, ours, sides, mask, numbers, modifiers, options, scheme) -> None:
-        self.ours, self.sides, self.scheme = ours, sides, scheme
+    def __init__(self, q, k, v, ours, sides, mask, numbers, modifiers, options, scheme, coded) -> None:
+        self.ours, self.sides, self.scheme, self.coded = ours, sides, scheme, coded
         self.mask = _text(mask)
         self.softmax_scale, self.softcap, self.p_drop, self.seed, self.offset = numbers
         self.bias, self.alibi_slopes = modifiers
@@ -298,13 +300,17 @@ class _Call:
             self.heads,
             self.dims,
             self.dtypes,
+            coded.key(),
         )
 
-    def problem(self, has_sink: bool, wants_dsink: Optional[bool]) -> Tuple[_c.FmhaProblem, List[Any]]:
-        """The problem in C, and what has to outlive it; backward unless `wants_dsink` is None."""
+    def problem(
+        self, has_sink: bool, wants_dsink: Optional[bool], wanted: Tuple[int, ...]
+    ) -> Tuple[_c.FmhaProblem, List[Any]]:
+        """The problem in C, and what has to outlive it; backward unless `wants_dsink` is None, with gradients of the
+        captured tensors `wanted`."""
         queries, keys = self.sides
         problem = _c.new(_c.FmhaProblem)
-        alive: List[Any] = []
+        alive = self.coded.put(problem, wanted)
         problem.batch = queries.batch
         problem.seqlen_q, problem.seqlen_k = queries.seqlen, keys.seqlen
         (heads, heads_kv), (dim_qk, dim_v) = self.heads, self.dims
@@ -346,9 +352,10 @@ class _Call:
             args.stream = torch.cuda.current_stream(self.device).cuda_stream or None
         return args
 
-    def plan(self, has_sink: bool, wants_dsink: Optional[bool] = None) -> _Plan:
-        """The plan of this call, backward unless `wants_dsink` is None: made by all ranks together, once."""
-        key = (self.key, has_sink, wants_dsink)
+    def plan(self, has_sink: bool, wants_dsink: Optional[bool] = None, wanted: Tuple[int, ...] = ()) -> _Plan:
+        """The plan of this call, backward unless `wants_dsink` is None, with gradients of the captured tensors
+        `wanted`: made by all ranks together, once."""
+        key = (self.key, has_sink, wants_dsink, wanted)
         plan = self.ours.plans.get(key)
         if plan is not None:
             return plan
@@ -370,7 +377,7 @@ class _Call:
         device = (kind if kind == "cpu" else f"{kind}:{self.device.index or 0}").encode()
         options.allow_fallback, options.accuracy, options.deterministic = self.options[:3]
         options.batch_invariant, options.row_invariant = self.options[3:]
-        problem, alive = self.problem(has_sink, wants_dsink)
+        problem, alive = self.problem(has_sink, wants_dsink, wanted)
         made = ctypes.c_void_p()
         with _current(self.device):
             self._held(
@@ -396,43 +403,54 @@ class _Call:
         with _current(self.device):
             self._held(_c.library.fmha_dist_run(plan.handle, ctypes.byref(args)))
 
-    def forward(self, q, k, v, sink) -> Tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q, k, v, sink, operands: Operands) -> Tuple[torch.Tensor, torch.Tensor]:
         o = q.new_empty((*q.shape[:-1], self.dims[1]))
         packed = q.dim() == 3
         lse = q.new_empty(
             (self.heads[0], q.shape[0]) if packed else (q.shape[0], self.heads[0], q.shape[1]), dtype=torch.float32
         )
+        args = self.args(q=q, k=k, v=v, o=o, lse=lse, sink=sink)
+        alive = self.coded.put_args(args, operands)
         with self.ours.lock:
-            self.run(self.plan(sink is not None), self.args(q=q, k=k, v=v, o=o, lse=lse, sink=sink))
+            self.run(self.plan(sink is not None), args)
+        del alive
         return o, lse
 
-    def backward(self, q, k, v, o, lse, sink, dout, wants_dsink) -> Tuple[Any, ...]:
+    def backward(self, q, k, v, o, lse, sink, dout, operands, wants_dsink, wanted) -> Tuple[Any, ...]:
         queries, keys = self.sides
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dsink = torch.empty_like(sink) if wants_dsink else None
         args = self.args(q=q, k=k, v=v, o=o, lse=lse, sink=sink, dout=dout, dq=dq, dk=dk, dv=dv, dsink=dsink)
+        captured = operands[1]
+        of_captured = {at: captured[at].new_empty(captured[at].shape) for at in wanted}
+        alive = self.coded.put_args(args, operands, of_captured)
         with self.ours.lock:
-            self.run(self.plan(sink is not None, wants_dsink), args)
-        return dq, dk, dv, dsink
+            self.run(self.plan(sink is not None, wants_dsink, wanted), args)
+        del alive
+        return (dq, dk, dv, dsink, *map(of_captured.get, range(len(captured))))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, call):
-        o, lse = call.forward(q, k, v, sink)
-        ctx.save_for_backward(q, k, v, o, lse, sink)
-        ctx.call = call
+    def forward(ctx, q, k, v, sink, call, masks, *captured):
+        o, lse = call.forward(q, k, v, sink, (masks, captured))
+        ctx.save_for_backward(q, k, v, o, lse, sink, *masks, *captured)
+        ctx.call, ctx.num_masks = call, len(masks)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(True)
         return o, lse
 
     @staticmethod
     def backward(ctx, dout, _dlse):
-        q, k, v, o, lse, sink = ctx.saved_tensors
+        q, k, v, o, lse, sink, *rest = ctx.saved_tensors
+        operands = tuple(rest[: ctx.num_masks]), tuple(rest[ctx.num_masks :])
         wants_dsink = sink is not None and ctx.needs_input_grad[3]
+        wanted = tuple(at for at, moves in enumerate(ctx.needs_input_grad[6:]) if moves)
+        dense = resolved(dout).contiguous()
         with torch.no_grad():
-            gradients = ctx.call.backward(q, k, v, o, lse, sink, resolved(dout).contiguous(), wants_dsink)
-        return (*once(gradients, q=q, k=k, v=v, sink=sink, dout=dout), None)
+            made = ctx.call.backward(q, k, v, o, lse, sink, dense, operands, wants_dsink, wanted)
+        made = once(made, q=q, k=k, v=v, sink=sink, dout=dout, **ctx.call.coded.named(operands[1]))
+        return (*made[:4], None, None, *made[4:])
 
 
 @torch.compiler.disable
@@ -443,12 +461,15 @@ def attention(
     *,
     group: Group = None,
     causal: bool = False,
-    mask: MaskLike = None,
+    mask: AnyMask = None,
     softmax_scale: Optional[float] = None,
     softcap: Optional[float] = None,
     bias: Optional[torch.Tensor] = None,
     alibi_slopes: Optional[torch.Tensor] = None,
     sink: Optional[torch.Tensor] = None,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     seqlen_q: Optional[int] = None,
@@ -479,13 +500,19 @@ def attention(
             where ``allow_fallback`` is given; copied where they are not contiguous.
         group: torch's process group: NCCL's for tensors on GPUs, any other's for those of the CPU; ``None`` is all
             ranks.
-        causal: bottom-right, over the whole sequence; or ``mask`` as in :func:`fmha.attention`.
+        causal: bottom-right, over the whole sequence.
+        mask: as in :func:`fmha.attention`: a band, :class:`fmha.Intervals`, :class:`fmha.MaskBits`,
+            :class:`fmha.BlockLists`, or a list of them, whose tensors are those of the whole, alike on every rank. A
+            :class:`fmha.MaskObject` is refused.
         softmax_scale, softcap, p_drop, seed, offset: as in :func:`fmha.attention`; the same on every rank,
             where nobody draws a seed.
         bias: this rank's queries against all keys, ``[batch or 1, num_heads_q or 1, own rows, seqlen_k]``, with no
             gradient.
         alibi_slopes: f32 ``[num_heads_q]`` or ``[batch, num_heads_q]``, the same on every rank.
         sink: f32 ``[num_heads_q]``, the same on every rank; its gradient is that of all ranks' rows, on each of them.
+        score_code, mask_code, captured: as in :func:`fmha.attention`. Functions see sequences, heads and places of the
+            whole, and what they capture is alike on every rank. The gradient of a captured tensor is that of all ranks'
+            rows, with the same bits on each of them: nobody sums it again.
         cu_seqlens_q, cu_seqlens_k: ``[batch + 1]`` offsets of the packed sequences of the *whole*, numbers of the
             host (those of a GPU's tensor are read back).
         seqlen_q, seqlen_k: rows of the whole sequence; ``None``: as many as this rank has, times the ranks.
@@ -513,9 +540,12 @@ def attention(
     """
     _refuse_unknown(wrong)
     del wrong
-    wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, sink))
-    call, tensors = _bound(**locals())
-    o, lse = _Attention.apply(*tensors, call) if wants_grad else call.forward(*tensors)
+    may_move = True
+    call, tensors, (masks, of_code), wants_grad = _bound(**locals())
+    if wants_grad:
+        o, lse = _Attention.apply(*tensors, call, masks, *of_code)
+    else:
+        o, lse = call.forward(*tensors, (masks, of_code))
     return (o, lse) if flag("return_lse", return_lse) else o
 
 
@@ -544,8 +574,9 @@ def _forget(ours: _Joined) -> None:
             del kinds[device]
 
 
-def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, return_lse=False, wants_grad=False, **given):
-    """The call, and Q, K, V and the sinks as it takes them."""
+def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, return_lse=False, may_move=False, **given):
+    """The call, Q, K, V and the sinks as it takes them, its operands of masks and functions, and whether somebody wants
+    a gradient of it."""
     refuse_tangents(q, k, v, bias, alibi_slopes, sink)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _of(name, x, q)
@@ -583,7 +614,17 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
             _of(name, x, q, torch.float32)
             if tuple(x.shape) not in shapes:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, not {' or '.join(map(str, shapes))}")
-    mask = by_causal(given["causal"], given["mask"])
+    if is_object(given["mask"]):
+        raise NotImplementedError("mask: a fmha.MaskObject is of calls of one device; give what it was built of")
+    band, masks = split(given["mask"])
+    mask = by_causal(given["causal"], band)
+    functions = given["score_code"], given["mask_code"]
+    code = _code.bind(_torch, *functions, given["captured"], device=q.device, masks=masks)
+    whole = sides[0].batch, sides[0].seqlen, sides[0].total if q.dim() == 3 else None, sides[1].seqlen
+    coded, operands = read(code, q, whole)
+    refuse_tangents(**coded.named(operands[1]))
+    moving = (q, k, v, sink, *operands[1])
+    wants_grad = may_move and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in moving)
     if given["accuracy"] not in ("fast", "exact"):
         raise ValueError(f"accuracy: {shown(given['accuracy'])} is neither 'fast' nor 'exact'")
     softmax_scale, softcap = given["softmax_scale"], given["softcap"]
@@ -608,8 +649,9 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
         if asked and wants_grad:
             raise ValueError(f"{name} True is not kept by gradients over ranks: dK and dV are sums over them")
     modifiers = bias, None if alibi_slopes is None else alibi_slopes.detach().contiguous()
-    call = _Call(q, k, v, ours, sides, mask, numbers, modifiers, options, given["scheme"])
-    return call, (q.contiguous(), k.contiguous(), v.contiguous(), None if sink is None else sink.contiguous())
+    call = _Call(q, k, v, ours, sides, mask, numbers, modifiers, options, given["scheme"], coded)
+    tensors = q.contiguous(), k.contiguous(), v.contiguous(), None if sink is None else sink.contiguous()
+    return call, tensors, operands, wants_grad
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> str:
@@ -618,7 +660,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     bound = inspect.signature(attention).bind(q, k, v, **options)
     bound.apply_defaults()
     _refuse_unknown(bound.arguments.pop("wrong"))
-    call, (*_, sink) = _bound(**bound.arguments)
+    call, (*_, sink), *_ = _bound(**bound.arguments)
     with torch.no_grad(), call.ours.lock:
         plan = call.plan(sink is not None)
     return _c.library.fmha_dist_plan_text(plan.handle).decode("utf-8", "replace")

@@ -3,12 +3,7 @@
 ``ranks.py SIZE FOLDER``: this process imports torch once and forks the ranks.
 """
 
-import os
-import pathlib
-import socket
-import sys
-import traceback
-
+import rank_processes
 import torch
 import torch.distributed as dist
 
@@ -214,15 +209,7 @@ def refusals(size):
     case("after errors", causal=True)
 
 
-def one_group(rank, size, folder):
-    # Whether this machine's name has an address is nothing that is tested here.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if size == 2:
-        where = f"file://{folder}/meeting"
-    else:
-        where = "tcp://127.0.0.1:" + (pathlib.Path(folder) / "port").read_text()
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
-    torch.set_num_threads(1)
+def program(rank, size):
     cases(size)
     refusals(size)
     # A group of some of the ranks.
@@ -236,29 +223,6 @@ def one_group(rank, size, folder):
     ranks.leave(pair if rank >= size - 2 else None)
     dist.barrier()
     ranks.leave()
-    dist.destroy_process_group()
 
 
-def main():
-    size, folder = int(sys.argv[1]), sys.argv[2]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (pathlib.Path(folder) / "port").write_text(str(free.getsockname()[1]))
-    children = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            try:
-                one_group(rank, size, folder)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(codes)
-    sys.exit(any(codes))
-
-
-main()
+rank_processes.main(program)

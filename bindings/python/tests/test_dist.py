@@ -1,4 +1,4 @@
-"""``fmha.dist``: ranks that are processes of the CPU, against one process; `ranks.py` has the cases."""
+"""``fmha.dist``: ranks that are processes of the CPU, against one process; `ranks.py` and `ranks_masks.py` have the cases."""
 
 import pathlib
 
@@ -13,6 +13,12 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_compute_what_one_process_does_and_are_told_what_is_wrong_on_one(size, tmp_path):
     run_python(str(HERE / "ranks.py"), str(size), str(tmp_path))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_masks_and_functions_over_ranks_are_those_of_the_whole(size, tmp_path):
+    run_python(str(HERE / "ranks_masks.py"), str(size), str(tmp_path))
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")

@@ -1174,7 +1174,11 @@ def test_no_keyword_over_ranks_is_swallowed():
             scheme=[hint("ring", one), refused("teleport")],
             p_drop=[changes(0.4, seed=1), refused(0.4, "seed")],
             offset=[changes(3, 4, p_drop=0.4, seed=1), hint(3, "nothing is drawn without p_drop")],
+            **code_cases(),
         )
+        ends = torch.tensor([2, 9], dtype=torch.int32).view(1, 1, 2, 1).expand(-1, -1, -1, 7)
+        few = torch.zeros(1, 1, 2, 6, dtype=torch.int32)
+        cases["mask"] = [*cases["mask"], changes(fmha.Intervals(ends)), refused(fmha.Intervals(few))]
         assert not faults(Door(fmha.dist.attention, qkv(), cases))
         with pytest.raises(TypeError, match="teleport"):
             fmha.dist.explain(*tensors(), teleport=1)
