@@ -121,11 +121,13 @@ def test_appended_rows_are_quantised_with_scales_of_their_own(narrow, paged):
         for b in range(2):
             for i in range(3):
                 at = place(b, used[b] + i)
-                wanted = new[b, i].float().abs().amax(-1) / LARGEST[narrow]
+                # On the CPU, since torch multiplies by the reciprocal of a number on a GPU.
+                numbers = new[b, i].float().cpu()
+                wanted = numbers.abs().amax(-1) / LARGEST[narrow]
                 wanted = torch.where(wanted > 0, wanted, 1.0)
-                assert torch.equal(scale[at], wanted)
-                stored = (new[b, i].float() / wanted[:, None]).to(narrow)
-                assert torch.equal(cache[at].view(torch.uint8), stored.view(torch.uint8))
+                assert torch.equal(scale[at].cpu(), wanted)
+                stored = (numbers / wanted[:, None]).to(narrow)
+                assert torch.equal(cache[at].cpu().view(torch.uint8), stored.view(torch.uint8))
                 # The rest of the cache is compared with what it held before.
                 old[at] = cache[at]
         assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))
