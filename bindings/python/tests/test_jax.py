@@ -292,10 +292,10 @@ def test_shapes_are_refused_while_jax_traces():
 @pytest.mark.parametrize(
     "operands, results, numbers, words",
     [
-        ([0, 1], [3], 18, "operands has 2 slots of 3 buffers"),
-        ([0, 1, 99], [3], 18, "slot 99"),
-        ([0, 1, 2], [3], 5, "numbers has 5 words, not 18"),
-        ([0, 1, 2], [4], 18, "o is missing"),
+        ([0, 1], [3], 19, "operands has 2 slots of 3 buffers"),
+        ([0, 1, 99], [3], 19, "slot 99"),
+        ([0, 1, 2], [3], 5, "numbers has 5 words, not 19"),
+        ([0, 1, 2], [4], 19, "o is missing"),
     ],
 )
 def test_attributes_of_another_caller_are_checked(operands, results, numbers, words):
