@@ -124,7 +124,9 @@ fn the_battery_asks_for_few_kernels() {
         let two = kernels.iter().filter(|entry| entry.contains("TwoDecodeParams")).count();
         let decode = kernels.iter().filter(|entry| entry.contains("cdna/decode/")).count() - lists - two;
         let others = kernels.len() - decode - lists - two;
-        println!("{arch}: {others} kernels, {decode} of decode, {lists} over lists of keys, {two} over two caches");
+        println!(
+            "{arch}: {others} kernels, {decode} of decode, {lists} over lists of keys, {two} over two caches"
+        );
         let (most, most_decode, most_lists, most_two) = (370, 90, 60, 16);
         assert!(others > 0 && others <= most, "{arch}: {others}");
         assert!(decode <= most_decode && lists <= most_lists, "{arch}: {decode} and {lists}");

@@ -7,7 +7,7 @@ use fmha_core::expr::{Function, Number, Stored};
 use fmha_core::reference::{Precision, backward, forward};
 use fmha_core::{
     BwdArgs, BwdProblem, CapturedGrad, CapturedTensor, DType, DevSlice, DevSliceMut, Device, Dims, Error,
-    FwdArgs, FwdProblem, MaskSpec, Part, PlanOptions, ScoreArgs,
+    FwdArgs, FwdProblem, MaskSpec, PlanOptions, ScoreArgs,
 };
 
 const DIMS: Dims = Dims {
@@ -418,6 +418,7 @@ fn what_is_captured_is_checked_by_name() {
     // Slopes of a score that is computed as ALiBi have the caller's name too.
     let alibi = base()
         .score_code(code("slopes: f32[_]; s + slopes[h] * (k - q)"))
+        .mask_code(code("k <= q"))
         .captured(vec![CapturedTensor::dense("slopes", &[4])]);
     let alibi = device.plan_fwd(&alibi.validate().unwrap(), &PlanOptions::default()).unwrap();
     assert!(words(alibi.details()).contains("ALiBi by slopes"), "{}", words(alibi.details()));
@@ -435,26 +436,13 @@ fn what_is_captured_is_checked_by_name() {
 }
 
 #[test]
-fn a_tree_mask_and_a_part_are_refused_beside_code() {
+fn a_tree_mask_is_refused_beside_code() {
     let causal: Function = "k <= q".parse().unwrap();
-    let problem = FwdProblem::batch(DType::F32, DIMS).mask_code(causal);
-    for (problem, reason) in [
-        (
-            problem.clone().mask(MaskSpec::CAUSAL).tree_mask(true),
-            "mask as code is not in this kernel beside tree_mask",
-        ),
-        (
-            problem.part(Part { position_q: 16, ..Part::default() }),
-            "mask as code is not in this kernel in a part of a larger call (position_q, position_k)",
-        ),
-    ] {
-        let problem = problem.validate().unwrap();
-        let Err(Error::Unsupported { refusals, .. }) = device().plan_fwd(&problem, &PlanOptions::default())
-        else {
-            panic!("{reason}: it is planned")
-        };
-        assert_eq!(refusals[0].reason, reason);
-    }
+    let problem =
+        FwdProblem::batch(DType::F32, DIMS).mask_code(causal).mask(MaskSpec::CAUSAL).tree_mask(true);
+    let planned = device().plan_fwd(&problem.validate().unwrap(), &PlanOptions::default());
+    let Err(Error::Unsupported { refusals, .. }) = planned else { panic!("it is planned") };
+    assert_eq!(refusals[0].reason, "mask as code is not in this kernel beside tree_mask");
 }
 
 /// Gradients of captured tensors have equal bits for any number of threads, since sums over pairs have a fixed

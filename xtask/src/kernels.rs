@@ -1185,6 +1185,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),
     quick("cdna_bwd", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("cdna_lists", "^lists/unordered/bf16/packed$", amd("gfx942", NONE)),
+    quick("rdna_lists", "^lists/unordered/bf16/packed$", amd("gfx1201", NONE)),
     quick("cdna_decode", "^decode/paged/bf16/p16/s3x129/b/nhd$", amd("gfx942", NONE)),
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("rdna_fwd", OFF_TILE, amd("gfx1100", NONE)),
