@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
-use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
+use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Module, Modules, Target};
 use fmha_core::quantize::ValidQuantize;
 use fmha_core::source::{ENTRY, KernelSource};
 use fmha_core::sparse::ValidChoose;
@@ -65,6 +65,9 @@ impl<V: Vendor> Loader for DeviceLoader<V> {
 
 /// A choice that accepts operands at any address, and the words with which a plan reports it.
 type Other<P, V> = (Choice<Chosen<P, V>>, String);
+
+/// A kernel on a vendor's device.
+type LoadedModule<V> = Module<<<V as Vendor>::Driver as Driver>::Kernel>;
 
 /// Compiled steps, and each step's description for the plan.
 type Compiled<V> = (Vec<Step<<V as Vendor>::Driver>>, Vec<Explained>);
@@ -346,11 +349,15 @@ impl<V: Vendor> Backend<V> {
         chosen: Option<&Chosen<P, V>>,
         launches: Vec<Launch>,
     ) -> Result<Compiled<V>> {
+        let mut launches = launches;
+        for launch in &mut launches {
+            launch.source = with_code(problem, std::mem::take(&mut launch.source));
+        }
+        let modules = self.loaded(&mut launches);
         let mut steps = Vec::with_capacity(launches.len());
         let mut explained = Vec::with_capacity(launches.len());
-        for mut launch in launches {
-            let source = with_code(problem, std::mem::take(&mut launch.source));
-            let (module, code) = match self.modules.load(launch.kernel, source, launch.shared_bytes) {
+        for (mut launch, module) in launches.into_iter().zip(modules) {
+            let (module, code) = match module {
                 Ok(module) => {
                     let code = module.origin.to_string();
                     (Ok(module), code)
@@ -382,6 +389,35 @@ impl<V: Vendor> Backend<V> {
             steps.push(Step { stage, module, grid, range, kept: Default::default() });
         }
         Ok((steps, explained))
+    }
+
+    /// Loads the kernels of launches, whose sources it takes. Those that are to be compiled or found on disk are so
+    /// beside each other, in a thread each.
+    fn loaded(&self, launches: &mut [Launch]) -> Vec<Result<Arc<LoadedModule<V>>>> {
+        let new = launches.iter().filter(|launch| self.modules.loaded(&launch.source, launch.shared_bytes).is_none());
+        let one_by_one = new.count() < 2;
+        let wanted = launches.iter_mut().map(|launch| {
+            (launch.kernel, std::mem::take(&mut launch.source), launch.shared_bytes)
+        });
+        if one_by_one {
+            return wanted.map(|(kernel, source, bytes)| self.modules.load(kernel, source, bytes)).collect();
+        }
+        std::thread::scope(|scope| {
+            let started: Vec<_> = wanted
+                .map(|(kernel, source, bytes)| {
+                    let again = source.clone();
+                    let load = move || self.modules.load(kernel, source, bytes);
+                    let thread = std::thread::Builder::new().name(format!("fmha {kernel}")).spawn_scoped(scope, load);
+                    // Without a thread, for want of memory, the kernel is loaded in this one.
+                    thread.map_err(|_| self.modules.load(kernel, again, bytes))
+                })
+                .collect();
+            let ended = started.into_iter().map(|thread| match thread {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Err(loaded) => loaded,
+            });
+            ended.collect()
+        })
     }
 
     fn jobs_of<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>> {

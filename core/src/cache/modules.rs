@@ -129,17 +129,21 @@ impl<L: Loader> Modules<L> {
         source: KernelSource,
         shared_bytes: u32,
     ) -> Result<Arc<Module<L::Kernel>>> {
-        {
-            let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(module) = loaded.get(&shared_bytes).and_then(|loaded| loaded.get(&source.entry)) {
-                return Ok(Arc::clone(module));
-            }
+        if let Some(module) = self.loaded(&source, shared_bytes) {
+            return Ok(module);
         }
         let job = self.job(kernel, source);
         let module = self.find(&job, shared_bytes)?;
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         loaded.entry(shared_bytes).or_default().insert(job.source.entry, Arc::clone(&module));
         Ok(module)
+    }
+
+    /// The kernel of a source that this process has loaded already, to be launched with `shared_bytes` of dynamic
+    /// shared memory.
+    pub fn loaded(&self, source: &KernelSource, shared_bytes: u32) -> Option<Arc<Module<L::Kernel>>> {
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.get(&shared_bytes)?.get(&source.entry).map(Arc::clone)
     }
 
     fn find(&self, job: &KernelJob, shared_bytes: u32) -> Result<Arc<Module<L::Kernel>>> {
