@@ -17,7 +17,7 @@ use crate::structs::FmhaIndexLoss;
 pub(crate) unsafe fn on(device: *const c_char, call: &FmhaIndexLoss) -> Result<()> {
     // SAFETY: the caller keeps the contract of `on`.
     match unsafe { text("device", device)? } {
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `on`.
         None | Some("cpu") => unsafe { index_loss(call) },
         Some(other) => {
             let said =
@@ -202,6 +202,6 @@ mod tests {
         }
         // SAFETY: refused before anything is read; the name is a C string.
         let error = unsafe { on(c"cuda:1".as_ptr(), &call) }.unwrap_err().to_string();
-        assert!(error.contains("device cuda:1: 0 kernels"), "{error}");
+        assert!(error.contains("device cuda:1: no kernel of a GPU"), "{error}");
     }
 }
