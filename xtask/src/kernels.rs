@@ -1171,7 +1171,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80_widened", "^decode/fp8_rows/e4m3fn/f16/appended/new3/p16$", AMPERE),
-    quick("sm90_lists", "^lists/unordered/bf16/latent/d512/", HOPPER_WALKING),
+    quick("sm90_lists", "^lists/unordered/bf16/latent/d512/h6x2/some_empty$", HOPPER_WALKING),
     quick("sm80_lists", "^lists/unordered/bf16/packed$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("sm100_mla_widened", "^decode/wide_fp8/e4m3fn/f16/d576x512/s1x70/p64$", BLACKWELL),
