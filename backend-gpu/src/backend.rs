@@ -394,11 +394,13 @@ impl<V: Vendor> Backend<V> {
     /// Loads the kernels of launches, whose sources it takes. Those that are to be compiled or found on disk are so
     /// beside each other, in a thread each.
     fn loaded(&self, launches: &mut [Launch]) -> Vec<Result<Arc<LoadedModule<V>>>> {
-        let new = launches.iter().filter(|launch| self.modules.loaded(&launch.source, launch.shared_bytes).is_none());
+        let new = launches
+            .iter()
+            .filter(|launch| self.modules.loaded(&launch.source, launch.shared_bytes).is_none());
         let one_by_one = new.count() < 2;
-        let wanted = launches.iter_mut().map(|launch| {
-            (launch.kernel, std::mem::take(&mut launch.source), launch.shared_bytes)
-        });
+        let wanted = launches
+            .iter_mut()
+            .map(|launch| (launch.kernel, std::mem::take(&mut launch.source), launch.shared_bytes));
         if one_by_one {
             return wanted.map(|(kernel, source, bytes)| self.modules.load(kernel, source, bytes)).collect();
         }
@@ -407,7 +409,8 @@ impl<V: Vendor> Backend<V> {
                 .map(|(kernel, source, bytes)| {
                     let again = source.clone();
                     let load = move || self.modules.load(kernel, source, bytes);
-                    let thread = std::thread::Builder::new().name(format!("fmha {kernel}")).spawn_scoped(scope, load);
+                    let thread =
+                        std::thread::Builder::new().name(format!("fmha {kernel}")).spawn_scoped(scope, load);
                     // Without a thread, for want of memory, the kernel is loaded in this one.
                     thread.map_err(|_| self.modules.load(kernel, again, bytes))
                 })
