@@ -170,7 +170,7 @@ fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
             let problem = of(problem.descale_q(descale).descale_k(descale).descale_v(descale));
             push(&format!("{dtype}/descale_{kind}/{letter}/{mask}"), problem, Lengths::default(), vec![]);
         }
-        for (qk, v) in [(5, 5), (31, 47), (64, 64), (128, 128), (192, 128), (256, 256)] {
+        for (qk, v) in [(5, 5), (31, 47), (24, 40), (64, 64), (128, 128), (192, 128), (256, 256)] {
             let dims = Dims { head_dim_qk: qk, head_dim_v: v, seqlen_q: 50, seqlen_k: 70, ..small("b").dims };
             let problem = of(masked(dtype, dims, "b").with_block_scales(format));
             push(&format!("{dtype}/head_dim/d{qk}x{v}"), problem, Lengths::default(), vec![]);
