@@ -386,8 +386,12 @@ fn no_product_spills(compiles: fn(usize, usize) -> bool) {
                 let found = Resources::of(&code).unwrap();
                 // Sums of dK and dV of latent rows nearly fill a lane of RDNA.
                 let is_full = kernel == "rdna_lists_keys" && name == "lists/d576x512";
-                let spilled = if is_full { 64 } else { 0 };
-                assert!(found.vgpr_spills <= spilled, "{arch:?} {name} {kernel}: {found:?}");
+                let spilled = match (is_full, arch) {
+                    (false, _) => 0,
+                    (true, Arch::Gfx1201) => 35,
+                    (true, _) => 41,
+                };
+                assert_eq!(found.vgpr_spills, spilled, "{arch:?} {name} {kernel}: {found:?}");
                 let most = match (arch.is_rdna(), has_lists) {
                     (true, false) => 0,
                     (_, true) => 72,
