@@ -785,7 +785,7 @@ mod tests {
         assert_eq!(choose_tile(&narrow, 132).shares, 0);
         let asked = Sm90MlaTile { stored: DType::E4m3Fn, by_tma: false, ..tile };
         assert!(asked.check(&narrow).unwrap_err().contains("beside a soft-cap of 30"));
-        // Neither has the twin in 16 bits, which may walk so where it is asked to.
+        // The twin in 16 bits has no shares either, but may walk in some where it is asked to.
         narrow.cache.dtype = None;
         assert_eq!(choose_tile(&narrow, 132).shares, 0);
         tile.check(&narrow).unwrap();
