@@ -347,9 +347,8 @@ impl<V: Vendor> Backend<V> {
         &self,
         problem: &P,
         chosen: Option<&Chosen<P, V>>,
-        launches: Vec<Launch>,
+        mut launches: Vec<Launch>,
     ) -> Result<Compiled<V>> {
-        let mut launches = launches;
         for launch in &mut launches {
             launch.source = with_code(problem, std::mem::take(&mut launch.source));
         }
