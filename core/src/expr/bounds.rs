@@ -383,7 +383,7 @@ fn unary(op: Unary, a: Interval) -> Interval {
                 Unary::Sqrt | Unary::Rsqrt | Unary::Log | Unary::Log2 => {
                     // Near 0 from above may be 0 in f32, so what these have at 0 belongs to them.
                     let may_nan = nan || lo < 0.0;
-                    let (lo, hi) = (if lo <= 1e-36 { 0.0 } else { lo }, if hi <= 1e-36 { 0.0 } else { hi });
+                    let (lo, hi) = (if lo <= 1e-36 { 0.0 } else { lo }, hi.max(0.0));
                     match op {
                         Unary::Sqrt => outward(lo.sqrt(), hi.sqrt(), may_nan),
                         Unary::Log => outward(lo.ln(), hi.ln(), may_nan),
