@@ -90,6 +90,9 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
         environment.push(("FMHA_TRANSFORMERS".to_owned(), "all".to_owned()));
         // A thousand calls of other libraries' suites, where 24 are otherwise.
         environment.push(("FMHA_PEERS".to_owned(), "64:1000".to_owned()));
+    } else {
+        // One text has one result: property tests draw anew under `--all` alone.
+        environment.push(("PROPTEST_RNG_SEED".to_owned(), "65".to_owned()));
     }
     let mut tally = Tally::default();
     let steps = match built {

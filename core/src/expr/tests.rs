@@ -115,6 +115,9 @@ proptest! {
                 function.eval(pair, &memory.of(function.captures()), Rounding::Exact).float()
             };
             let values = eval::eval(&slopes.graph, &pair, &memory.of(slopes.graph.captures()), Rounding::Exact);
+            if hides_steps(&function, &pair, &memory) {
+                continue;
+            }
             let score = |step: f64| at(&Pair { score: pair.score + step, ..pair }, &memory);
             check_slope(&function, values[slopes.score.index()].float(), score)
                 .map_err(|error| TestCaseError::fail(format!("{function} at {pair:?}: {error}")))?;
@@ -204,6 +207,8 @@ proptest! {
         let narrow = Bounds::new(function.graph(), &tile, captured.as_slice()).fits_i32();
         let mut lanes = Lanes::new(&program, narrow);
         let steps = steps(function.graph());
+        let is_sine = |node: &Node| matches!(node, Node::Unary(Unary::Sin | Unary::Cos, _));
+        let has_sine = function.graph().nodes().iter().any(is_sine);
         for width in [1, 16, 32] {
             let (b, h) = (draw.below(3) as u32, draw.below(5) as u32);
             let head = Pair { b, h, seqlen_q: 200, seqlen_k: 200, ..Pair::default() };
@@ -220,11 +225,12 @@ proptest! {
                 } else if !function.is_mask() {
                     let found = f64::from(lanes.floats(&program, 0)[e]);
                     let values = eval::eval(function.graph(), &pair, &captured, Rounding::F32);
+                    // A sine makes the last places of a large number its first, and a step has none.
+                    let most = if has_sine { 1e2 } else { 1e3 };
                     let strays = |value: &Value| match value {
-                        Value::Float(x) => *x != 0.0 && !(1e-6..1e3).contains(&x.abs()),
+                        Value::Float(x) => *x != 0.0 && !(1e-6..most).contains(&x.abs()),
                         _ => false,
                     };
-                    // The last places of very small and large numbers are anything after a sine, and a step has none.
                     if values.iter().any(strays) || steps {
                         continue;
                     }
@@ -279,21 +285,30 @@ fn pairs(tile: &Tile) -> Vec<(u32, u32, u32, u32)> {
     all
 }
 
-/// Whether a slope is torch's NaN: 0 times what has an infinite slope, and exponents of numbers below 0.
+/// Whether a slope is torch's NaN or infinity: a pole's own slope, 0 times it, and exponents of numbers below 0.
 fn is_singular(function: &Function, slope: f64) -> bool {
     let has_pole = |node: &Node| match node {
         Node::Binary(op, ..) => matches!(op, Binary::Pow | Binary::Div | Binary::Mod),
         Node::Unary(op, _) => matches!(op, Unary::Sqrt | Unary::Rsqrt | Unary::Log | Unary::Log2),
         _ => false,
     };
-    slope.is_nan() && function.graph().nodes().iter().any(has_pole)
+    !slope.is_finite() && function.graph().nodes().iter().any(has_pole)
 }
 
-/// Whether a remainder took the step away: `x % 1e94` of a negative x is 1e94 for every x that is drawn, since an f64
-/// of that size has no bits for x.
-fn is_absorbed(function: &Function, differences: [f64; 2]) -> bool {
-    let is_mod = |node: &Node| matches!(node, Node::Binary(Binary::Mod, ..));
-    differences == [0.0; 2] && function.graph().nodes().iter().any(is_mod)
+/// Whether differences do not see how a function changes at a pair: a number so large that a step is lost beside it, or
+/// a remainder of a small divisor, which climbs and falls millions of times within a step.
+fn hides_steps(function: &Function, pair: &Pair, memory: &Memory) -> bool {
+    const LARGE: f64 = 1e6;
+    let graph = function.graph();
+    let values = eval::eval(graph, pair, &memory.of(function.captures()), Rounding::Exact);
+    let is_large = |x: f64| x.abs() > LARGE;
+    let has_teeth = graph.nodes().iter().any(|node| match *node {
+        Node::Binary(Binary::Mod, a, b) if graph.type_of(a) == Type::Float => {
+            is_large(values[a.index()].float() / values[b.index()].float())
+        }
+        _ => false,
+    });
+    has_teeth || values.iter().any(|value| matches!(value, Value::Float(x) if is_large(*x)))
 }
 
 /// Compares `slope` with differences of `f` around 0, at the step sizes where they converge.
@@ -314,7 +329,6 @@ fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -
         && settles(wide, close)
         && settles(close, nearest)
         && (left - right).abs() < 0.02 * size)
-        || is_absorbed(function, [left, right])
     {
         return Ok(());
     }
@@ -343,7 +357,7 @@ fn check_slope_of_f32(
         && ((left + right) / 2.0 - close).abs() < 1e-3 * size
         && (close - nearest).abs() < 1e-3 * size
         && (near_left - near_right).abs() < 0.02 * size;
-    if settles && !is_absorbed(function, [left, right]) {
+    if settles {
         prop_assert!((slope - close).abs() < 5e-3 * size, "slope {slope}, differences {close}");
     }
     Ok(())
