@@ -5,7 +5,7 @@
 
 use std::sync::OnceLock;
 
-use fmha_conformance::captured::{Gradients, run_16_bits, run_f32};
+use fmha_conformance::captured::{Gradients, run_16_bits, run_beside_intervals, run_f32};
 use fmha_core::{Device, PlanOptions};
 
 /// The emulated device, or why there is none.
@@ -42,6 +42,8 @@ fn simt_computes_functions_and_gradients_of_what_they_capture() {
 #[test]
 fn sm80_computes_functions_and_gradients_of_what_they_capture() {
     tiles("sm80", Gradients::Captured, 13);
+    let Some(device) = device() else { return };
+    run_beside_intervals(device, &PlanOptions::default().kernel("sm80")).unwrap();
 }
 
 /// The last are launches of `sm80`'s.

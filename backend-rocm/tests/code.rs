@@ -5,7 +5,7 @@
 
 use std::sync::OnceLock;
 
-use fmha_conformance::captured::{Gradients, run_16_bits, run_f32};
+use fmha_conformance::captured::{Gradients, run_16_bits, run_beside_intervals, run_f32};
 use fmha_core::{Device, PlanOptions};
 
 mod support;
@@ -27,12 +27,19 @@ fn simt(step: usize) {
 /// Runs every `step`-th check with 16-bit operands, on tiled kernels without a fallback.
 fn tiles(step: usize) {
     let Some(device) = device() else { return };
-    run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Operands, step).unwrap();
+    run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Captured, step).unwrap();
 }
 
 #[test]
 fn simt_computes_functions_and_gradients_of_what_they_capture() {
     simt(13);
+}
+
+#[test]
+fn tiles_compute_functions_and_gradients_of_what_they_capture() {
+    tiles(13);
+    let Some(device) = device() else { return };
+    run_beside_intervals(device, &PlanOptions::default().allow_fallback(false)).unwrap();
 }
 
 #[test]

@@ -5,7 +5,7 @@
 
 use std::sync::OnceLock;
 
-use fmha_conformance::captured::{Gradients, run_16_bits};
+use fmha_conformance::captured::{Gradients, run_16_bits, run_beside_intervals};
 use fmha_core::{Device, PlanOptions};
 
 mod support;
@@ -20,12 +20,14 @@ fn device() -> Option<&'static Device> {
 /// One check in `step`, of 16-bit operands, by kernels of tiles: nothing stands in for them.
 fn tiles(step: usize) {
     let Some(device) = device() else { return };
-    run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Operands, step).unwrap();
+    run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Captured, step).unwrap();
 }
 
 #[test]
-fn tiles_compute_functions_and_their_gradients() {
+fn tiles_compute_functions_and_gradients_of_what_they_capture() {
     tiles(13);
+    let Some(device) = device() else { return };
+    run_beside_intervals(device, &PlanOptions::default().allow_fallback(false)).unwrap();
 }
 
 #[test]

@@ -46,13 +46,26 @@ pub(crate) enum BwdSums {
     Dk,
     /// dV alone.
     Dv,
+    /// Gradients of captured tensors, of a block of queries.
+    Captured,
 }
 
-abi_enum!(BwdSums { Dq, DkDv, Dk, Dv });
+abi_enum!(BwdSums { Dq, DkDv, Dk, Dv, Captured });
 
 impl BwdSums {
-    pub(crate) const fn makes_ds(self) -> bool {
+    /// Whether a workgroup owns rows of queries and visits keys.
+    pub(crate) const fn owns_queries(self) -> bool {
+        matches!(self, Self::Dq | Self::Captured)
+    }
+
+    /// Whether dP is computed.
+    pub(crate) const fn makes_dp(self) -> bool {
         !matches!(self, Self::Dv)
+    }
+
+    /// Whether dS is multiplied by the visited rows of Q or K.
+    pub(crate) const fn makes_ds(self) -> bool {
+        !matches!(self, Self::Dv | Self::Captured)
     }
 
     pub(crate) const fn makes_dv(self) -> bool {
@@ -141,6 +154,8 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const STATS: &'static str;
     /// Name of the launch after the main kernel.
     const REST: &'static str;
+    /// Name of the last launch, which stores the sums of captured tensors' gradients.
+    const FINISH_CAPTURED: &'static str;
     /// Header that the entries of products include.
     const HEADER: &'static str;
     /// The products' class in that header.
@@ -197,12 +212,13 @@ pub(crate) const fn num_threads<U: Unit>(tile: &MatrixBwdTile) -> u32 {
 /// The tile with its bytes of LDS: rows of the other side lie there untransposed for scores and dP, and transposed
 /// for sums.
 pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -> MatrixBwdTile {
-    let (makes_ds, makes_dv) = (i32::from(tile.sums.makes_ds()), i32::from(tile.sums.makes_dv()));
+    let [makes_ds, makes_dp, makes_dv] =
+        [tile.sums.makes_ds(), tile.sums.makes_dp(), tile.sums.makes_dv()].map(i32::from);
     let (scores, scores_transposed) = U::form_bytes(tile.columns, spec.head_dim_qk);
     let (values, values_transposed) = U::form_bytes(tile.columns, spec.head_dim_v);
     // LSE and delta, in f32, of the queries of a block that the loop visits.
-    let stats = if tile.sums == BwdSums::Dq { 0 } else { 2 * 4 * tile.columns };
-    let forms = scores + makes_ds * (scores_transposed + values) + makes_dv * values_transposed;
+    let stats = if tile.sums.owns_queries() { 0 } else { 2 * 4 * tile.columns };
+    let forms = scores + makes_ds * scores_transposed + makes_dp * values + makes_dv * values_transposed;
     tile.lds_bytes = tile.stages * (forms + stats);
     tile
 }
@@ -245,9 +261,6 @@ pub(crate) fn accept<U: Unit>(
             "dtype_qk {qk}, dtype_v {v}, dtype_o {o} are not three times f16 or three times bf16"
         );
     }
-    if let Some(gradient) = problem.dcaptured.first() {
-        refuse!(U::NAME, "dcaptured {}: gradients of captured tensors are not in this kernel", gradient.name);
-    }
     let dims = fwd.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
         if dim > MAX_HEAD_DIM {
@@ -264,7 +277,9 @@ pub(crate) fn accept<U: Unit>(
     }
     let spec = spec::<U>(problem);
     let by = U::access(problem);
-    let mut tiles = tiles::<U>(&spec, device.arch, by, (dims.seqlen_q, dims.seqlen_k), &options.tile)?;
+    let has_captured = !problem.dcaptured.is_empty();
+    let lengths = (dims.seqlen_q, dims.seqlen_k);
+    let mut tiles = tiles::<U>(&spec, device.arch, by, lengths, has_captured, &options.tile)?;
     tiles.iter_mut().for_each(|tile| *tile = with_lds::<U>(*tile, &spec));
     if let Some(tile) = tiles.iter().find(|tile| tile.columns > tile.rows / 2) {
         refuse!(U::NAME, "tile columns={} is more than half of rows={}", tile.columns, tile.rows);
@@ -282,10 +297,12 @@ pub(crate) fn accept<U: Unit>(
     let words = |heads: u32, length: u32| {
         u64::from(dims.batch) * u64::from(heads) * u64::from(length.div_ceil(BLOCK_ROWS))
     };
-    let launches_of_keys = tiles.len() as u64 - 1;
+    let launches_of_keys = launches_of_keys(&tiles) as u64;
     let flags =
         words(dims.num_heads_q, dims.seqlen_q) + launches_of_keys * words(dims.num_heads_kv, dims.seqlen_k);
-    let Some(workspace) = BwdWorkspace::new(problem, BLOCK_ROWS, None, flags) else {
+    let workspace = BwdWorkspace::new(problem, BLOCK_ROWS, None, flags)
+        .and_then(|workspace| workspace.with_captured(problem, 1));
+    let Some(workspace) = workspace else {
         refuse!(U::NAME, "the workspace would be 2^62 bytes or more");
     };
     let far_bytes = (u64::from(dims.batch) * u64::from(dims.num_heads_kv) * 4).next_multiple_of(256);
@@ -340,6 +357,7 @@ fn tiles<U: Unit>(
     arch: Arch,
     by: LoadsAndStores,
     lengths: (u32, u32),
+    has_captured: bool,
     asked: &[(String, String)],
 ) -> Result<Vec<MatrixBwdTile>, Refusal> {
     let keys: &[BwdSums] =
@@ -351,7 +369,13 @@ fn tiles<U: Unit>(
         }
         U::settled(tile)
     };
-    [BwdSums::Dq].iter().chain(keys).map(tile_of).collect()
+    let captured = has_captured.then_some(&BwdSums::Captured);
+    [BwdSums::Dq].iter().chain(keys).chain(captured).map(tile_of).collect()
+}
+
+/// Number of launches that sum gradients of keys.
+fn launches_of_keys(tiles: &[MatrixBwdTile]) -> usize {
+    tiles.iter().filter(|tile| !tile.sums.owns_queries()).count()
 }
 
 impl<U: Unit> Backward<U> {
@@ -364,7 +388,7 @@ impl<U: Unit> Backward<U> {
     /// Source of the launch after the main kernel.
     #[must_use]
     pub(crate) fn rest_source(&self) -> KernelSource {
-        let splits_keys = self.tiles.len() > 2;
+        let splits_keys = launches_of_keys(&self.tiles) > 1;
         self.row_source(|masks| format!("cdna::bwd::rest<kSpec, {splits_keys}>(p{masks});"))
     }
 
@@ -390,7 +414,7 @@ impl<U: Unit> Backward<U> {
     pub(crate) fn workgroups(problem: &BwdProblem, tile: &MatrixBwdTile) -> u64 {
         let dims = problem.fwd.dims;
         let (heads, rows) = match tile.sums {
-            BwdSums::Dq => (dims.num_heads_q, dims.seqlen_q),
+            BwdSums::Dq | BwdSums::Captured => (dims.num_heads_q, dims.seqlen_q),
             BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => (dims.num_heads_kv, dims.seqlen_k),
         };
         let blocks = u64::from(rows).div_ceil(u64::from(tile.rows.unsigned_abs()));
@@ -401,7 +425,7 @@ impl<U: Unit> Backward<U> {
     /// tile's numbers of queries and keys.
     pub(crate) fn list(&self, tile: &MatrixBwdTile) -> Option<(TileOf, [i32; 2])> {
         self.spec.masks.then_some(match tile.sums {
-            BwdSums::Dq => (TileOf::Queries, [tile.rows, tile.columns]),
+            BwdSums::Dq | BwdSums::Captured => (TileOf::Queries, [tile.rows, tile.columns]),
             BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => (TileOf::Keys, [tile.columns, tile.rows]),
         })
     }
@@ -441,10 +465,23 @@ impl<U: Unit> Backward<U> {
         KernelSource::new(entry.render(), crate::headers)
     }
 
-    /// Bytes of the workspace, and how many of them each run clears.
+    /// Bytes of the workspace, and how many of them each run clears: all, if there are sums for captured tensors.
     #[must_use]
-    pub(crate) const fn workspace_bytes(&self) -> (u64, u64) {
-        (self.far_bytes + self.workspace.bytes, self.far_bytes)
+    pub(crate) fn workspace_bytes(&self) -> (u64, u64) {
+        let bytes = self.far_bytes + self.workspace.bytes;
+        (bytes, if self.captured_elems() > 0 { bytes } else { self.far_bytes })
+    }
+
+    /// Number of elements of all gradients of captured tensors.
+    #[must_use]
+    pub(crate) fn captured_elems(&self) -> u64 {
+        self.workspace.captured().0
+    }
+
+    /// Spec of the launches that work row by row.
+    #[must_use]
+    pub(crate) fn rows_spec(&self) -> &BwdSpec {
+        &self.rows_spec
     }
 
     /// Parameters of the launches, with the workspace at `address`.
@@ -500,6 +537,9 @@ impl<U: Unit> Backward<U> {
             details.push(("stores", format!("{:?}", tile.store)));
         }
         details.push(("sums", "in registers, each row's in one order; scores computed twice".to_owned()));
+        if self.captured_elems() > 0 {
+            details.push(("captured", "sums in memory, by atomic additions in no order".to_owned()));
+        }
         details
     }
 }

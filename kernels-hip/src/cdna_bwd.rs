@@ -22,6 +22,7 @@ impl Unit for Mfma {
     const NAME: &'static str = NAME;
     const STATS: &'static str = "cdna_bwd_stats";
     const REST: &'static str = "cdna_bwd_rest";
+    const FINISH_CAPTURED: &'static str = "cdna_bwd_finish_captured";
     const HEADER: &'static str = "fmha/cdna/bwd/main.h";
     const CLASS: &'static str = "cdna::bwd::OnMfma";
     const WAVE_ROWS: u32 = 32;
@@ -39,6 +40,7 @@ impl Unit for Mfma {
             BwdSums::DkDv => "cdna_bwd_dkdv",
             BwdSums::Dk => "cdna_bwd_dk",
             BwdSums::Dv => "cdna_bwd_dv",
+            BwdSums::Captured => "cdna_bwd_captured",
         }
     }
 
@@ -71,7 +73,7 @@ impl Unit for Mfma {
         let widest = spec.head_dim_qk.max(spec.head_dim_v);
         let is_wide = widest > 128 || sums == BwdSums::DkDv && widest > 64;
         let waves = if is_wide || is_busy(spec, by) { 1 } else { 2 };
-        let own = if sums == BwdSums::Dq { seqlen_q } else { seqlen_k };
+        let own = if sums.owns_queries() { seqlen_q } else { seqlen_k };
         let rows = if waves == 2 && own > 128 { 256 } else { 128 };
         let tile = MatrixBwdTile {
             rows,

@@ -21,6 +21,7 @@ impl Unit for Wmma {
     const NAME: &'static str = NAME;
     const STATS: &'static str = "rdna_bwd_stats";
     const REST: &'static str = "rdna_bwd_rest";
+    const FINISH_CAPTURED: &'static str = "rdna_bwd_finish_captured";
     const HEADER: &'static str = "fmha/rdna/bwd/main.h";
     const CLASS: &'static str = "rdna::bwd::OnWmma";
     const WAVE_ROWS: u32 = 16;
@@ -37,6 +38,7 @@ impl Unit for Wmma {
             BwdSums::DkDv => "rdna_bwd_dkdv",
             BwdSums::Dk => "rdna_bwd_dk",
             BwdSums::Dv => "rdna_bwd_dv",
+            BwdSums::Captured => "rdna_bwd_captured",
         }
     }
 
@@ -61,7 +63,7 @@ impl Unit for Wmma {
         sums: BwdSums,
         (seqlen_q, seqlen_k): (u32, u32),
     ) -> MatrixBwdTile {
-        let own = if sums == BwdSums::Dq { seqlen_q } else { seqlen_k };
+        let own = if sums.owns_queries() { seqlen_q } else { seqlen_k };
         MatrixBwdTile {
             rows: if own <= 64 { 64 } else { 128 },
             columns: BLOCK_ROWS.cast_signed(),

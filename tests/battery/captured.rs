@@ -7,7 +7,7 @@ use fmha_core::expr::{Function, Number, Stored, Type};
 use fmha_core::reference::{Precision, backward, forward};
 use fmha_core::{
     BwdArgs, BwdProblem, CapturedGrad, CapturedTensor, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims,
-    Elem, Error, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, Strides,
+    Elem, Error, FwdArgs, FwdProblem, Intervals, MaskArgs, MaskAxes, PlanOptions, ScoreArgs, Strides,
 };
 use half::{bf16, f16};
 
@@ -56,6 +56,8 @@ pub struct Check {
     pub hidden: Option<Hidden>,
     /// Whether gradients are computed, and which of the captured tensors have one.
     pub gradients: Gradients,
+    /// Whether intervals of keys hide pairs too; they are random, an interval for each query.
+    pub has_intervals: bool,
 }
 
 /// Gradients that the backward computes.
@@ -152,10 +154,17 @@ impl Check {
         let said = |error: Error| error.to_string();
         let memory = Memory::new(&self.problem, self.seed);
         let captured: Vec<CapturedTensor> = memory.tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
-        let fwd =
-            self.problem.clone().captured(captured).write_lse(true).validate().map_err(|e| e.to_string())?;
-        let dims = fwd.dims;
         let mut draw = Draw::new(self.seed + 1000);
+        let mut problem = self.problem.clone().captured(captured).write_lse(true);
+        let mut intervals: Vec<u64> = Vec::new();
+        if self.has_intervals {
+            let of_all = MaskAxes { per_batch: false, heads: 1 };
+            let shape = Intervals::batch(&problem, of_all, 2);
+            problem = problem.intervals(shape);
+            intervals = drawn_intervals(&problem.dims, &mut draw);
+        }
+        let fwd = problem.validate().map_err(|e| e.to_string())?;
+        let dims = fwd.dims;
         let mut noise =
             |count: u64| -> Vec<T> { (0..count).map(|_| T::of(draw.unit() as f32 * 1.5)).collect() };
         let [mut q, mut k, mut v, mut dout] = [fwd.shape_q(), fwd.shape_k(), fwd.shape_v(), fwd.shape_o()]
@@ -189,6 +198,9 @@ impl Check {
             memory.tensors.iter().map(|(_, words)| DevSlice::host(words)).collect();
         let score = ScoreArgs::default().captured(&slices).numbers(&memory.numbers);
         let host_score = ScoreArgs::default().captured(&on_host).numbers(&memory.numbers);
+        let of_intervals = device.memory().place(&intervals).map_err(said)?;
+        let [masks, host_masks] = [of_intervals.slice(), DevSlice::host(&intervals)]
+            .map(|slice| MaskArgs::default().intervals(self.has_intervals.then_some(slice)));
 
         let stream = device.default_stream();
         let plan = device.plan_fwd(&fwd, options).map_err(said)?;
@@ -197,6 +209,7 @@ impl Check {
             let mut args =
                 FwdArgs::new(q.there.slice(), k.there.slice(), v.there.slice(), o.there.slice_mut())
                     .score(score)
+                    .masks(masks)
                     .lse(lse.there.slice_mut())
                     .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
             plan.run(&mut args, &stream).map_err(said)?;
@@ -206,7 +219,8 @@ impl Check {
         lse.read(device).map_err(said)?;
         let [hq, hk, hv] = [&q, &k, &v].map(|x| DevSlice::host(&x.host));
         let mut unused = vec![T::of(0.0); o.host.len()];
-        let args = FwdArgs::new(hq, hk, hv, DevSliceMut::host(&mut unused)).score(host_score);
+        let args =
+            FwdArgs::new(hq, hk, hv, DevSliceMut::host(&mut unused)).score(host_score).masks(host_masks);
         for head in forward(&fwd, &args, Precision::Exact).map_err(|e| e.to_string())? {
             for i in 0..head.span.seqlen_q {
                 let at = fwd.strides.o.offset(head.span.q_batch, i, head.i_head, 0) as usize;
@@ -257,6 +271,7 @@ impl Check {
             let grads = [dq.there.slice_mut(), dk.there.slice_mut(), dv.there.slice_mut()];
             let mut args = BwdArgs::new(inputs, of_forward, grads)
                 .score(score)
+                .masks(masks)
                 .dcaptured(sums.iter_mut().map(|sum| sum.there.slice_mut()).collect())
                 .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
             plan.run(&mut args, &stream).map_err(said)?;
@@ -274,6 +289,7 @@ impl Check {
         let grads = [DevSliceMut::host(&mut a), DevSliceMut::host(&mut b), DevSliceMut::host(&mut c)];
         let args = BwdArgs::new([hq, hk, hv], of_forward, grads)
             .score(host_score)
+            .masks(host_masks)
             .dcaptured(blanks.iter_mut().map(|sum| DevSliceMut::host(sum)).collect());
         let exact = backward(&bwd, &args, Precision::Exact).map_err(|error| error.to_string())?;
         let rows = |name: &str, found: &[T], strides: Strides, dim: u32, wanted: &[(_, u32, Vec<f64>)]| {
@@ -327,7 +343,7 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
         let function = |text: &str| (!text.is_empty()).then(|| text.parse().ok()).flatten();
         problem.clone().score_code(function(score)).mask_code(function(mask))
     };
-    let of = |problem, seed, hidden| Check { problem, seed, hidden, gradients };
+    let of = |problem, seed, hidden| Check { problem, seed, hidden, gradients, has_intervals: false };
     let mut all: Vec<Check> =
         FORMS.iter().zip(100..).map(|(&(score, mask), seed)| of(with(score, mask), seed, None)).collect();
     let (score, mask) = FORMS[3];
@@ -340,6 +356,35 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     all.push(of(with("", mask), 300, Some(hides)));
     all.push(of(with("s * 0.5", mask).softcap(3.0), 301, Some(hides)));
     all
+}
+
+/// Random intervals of keys, `[2, seqlen_q]`, two numbers to a word: one query in eight sees no key.
+fn drawn_intervals(dims: &Dims, draw: &mut Draw) -> Vec<u64> {
+    let rows = dims.seqlen_q as usize;
+    let mut numbers = vec![0u32; (2 * rows).next_multiple_of(2)];
+    for row in 0..rows {
+        let begin = draw.below(dims.seqlen_k as usize / 2);
+        numbers[row] = begin as u32;
+        numbers[rows + row] = if draw.below(8) == 0 { 0 } else { (begin + 1 + draw.below(40)) as u32 };
+    }
+    numbers.chunks_exact(2).map(|pair| u64::from(pair[1]) << 32 | u64::from(pair[0])).collect()
+}
+
+/// Runs checks of bf16 operands with gradients of what the score captures, beside intervals: alone, with a mask as
+/// code, and with scores so large that kernels measure each row's from an origin of its own.
+///
+/// # Errors
+/// The result that is wrong, or the refusal.
+pub fn run_beside_intervals(device: &Device, options: &PlanOptions) -> Result<(), String> {
+    let dims = Dims { seqlen_q: 70, seqlen_k: 150, head_dim_qk: 64, head_dim_v: 64, ..ODD };
+    let far = "table: f32[_, _]; s + table[h, k - q] + 20000";
+    for (seed, (score, mask)) in [(400, (FORMS[2].0, "")), (401, FORMS[0]), (402, (far, ""))] {
+        let mask_code = (!mask.is_empty()).then(|| mask.parse().ok()).flatten();
+        let problem = FwdProblem::batch(DType::Bf16, dims).score_code(score.parse().ok()).mask_code(mask_code);
+        let gradients = Gradients::Captured;
+        Check { problem, seed, hidden: None, gradients, has_intervals: true }.run::<bf16>(device, options)?;
+    }
+    Ok(())
 }
 
 /// Odd extents, none of which is a multiple of a tile.

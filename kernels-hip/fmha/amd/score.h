@@ -34,6 +34,16 @@ FMHA_DEVICE bool masks_show(const DataMasks& masks, const FwdParams& p, const Se
           (int32_t(shown == DataMasks::Shown::Asked) & shows)) != 0;
 }
 
+// The derivative of a score with respect to the functions' result: that of the soft-cap behind them. `y` is the scaled
+// product.
+template <class Tanh>
+FMHA_DEVICE float slope_behind_functions(const Functions& functions, const FwdParams& p, const SeqSpan& span,
+                                         int32_t i_head, Pair pair, float y) {
+  if (!SoftCap::given(p)) return 1.f;
+  const float score = functions.template at<Tanh, false>(pair, y, 1.f).score;
+  return SoftCap::of(p, span, i_head).template at<Tanh>(pair, score, 1.f).slope;
+}
+
 // Q[i] . K[j] over the head dimension, scaled.
 template <DType dtype_q, DType dtype_k>
 FMHA_DEVICE float scaled_product(const FwdParams& p, KvKind layout, const SeqSpan& span, int32_t i_head,

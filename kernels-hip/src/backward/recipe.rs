@@ -10,7 +10,8 @@ use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Call, PlanOptions, Promises, Refusal, Result, ValidBwd, Workspace, bind};
 use fmha_gpu::tile_list::{TileList, TileListPlan};
 use fmha_gpu::{
-    About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows,
+    About, AnyAddress, Choice, Facts as _, Kernel, Launches, Operand, RowKernel, Stage, Steps, Tiles,
+    deterministic_rows,
 };
 
 use crate::device::{Amd, DeviceFacts, launch};
@@ -100,6 +101,17 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
             |stage, kernel, source, workgroups| launch(stage, kernel, source, workgroups, rows::NUM_THREADS);
         let stats = by_rows(Stage::Prepare, U::STATS, kernel.stats_source(), kernel.stats_workgroups());
         let rest = by_rows(Stage::Repair, U::REST, kernel.rest_source(), kernel.rest_workgroups(problem));
+        let elems = kernel.captured_elems();
+        let finish = (elems > 0).then(|| {
+            let groups = [elems.div_ceil(facts.device.arch.wave_threads().into()), 0];
+            facts.row_launch(
+                (Stage::Captured, U::FINISH_CAPTURED),
+                RowKernel::SimtCaptured,
+                kernel.rows_spec(),
+                groups,
+            )
+        });
+        let finish = finish.transpose().map_err(|text| Refusal::new(U::NAME, text))?;
         let main = products.remove(0);
         let mut details = kernel.details();
         details.extend(lists.iter().map(|list| ("tile lists", list.words())));
@@ -107,7 +119,7 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
             launches: Launches::new(
                 [stats].into_iter().chain(list_launches),
                 main,
-                products.into_iter().chain([rest]),
+                products.into_iter().chain([rest]).chain(finish),
             ),
             workspace,
             // Row invariance holds without lists: one wave sums a row's gradients, over blocks that begin at the
@@ -116,6 +128,8 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
             promises: Promises {
                 batch_invariant: lists.is_empty(),
                 row_invariant: options.row_invariant && lists.is_empty() && fwd.code.is_empty(),
+                // Gradients of captured tensors are added in global memory in arbitrary order.
+                deterministic: elems == 0,
                 ..deterministic_rows()
             },
             details,
@@ -154,6 +168,11 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
             let is_masked = !lists.is_empty();
             let count = if is_masked { 2 } else { 1 };
             match step.stage {
+                Stage::Captured => {
+                    // SAFETY: the row launch takes one BwdParams; core saw that its memory covers the problem, and
+                    // the workspace is as large as the plan says.
+                    unsafe { step.launch(&mut [(&raw mut rows).cast()], call.stream)? };
+                }
                 Stage::Prepare | Stage::Repair => {
                     let mut arguments = [(&raw mut rows).cast(), (&raw mut masks).cast()];
                     // SAFETY: row launches take one BwdParams, and MaskDataParams under masks as data; core saw

@@ -46,9 +46,9 @@ struct CapturedSums {
   }
 };
 
-template <BwdSpec spec, Sm80BwdTile tile>
-FMHA_DEVICE void captured_owner(const BwdParams& p, Smem<spec, tile>& smem) {
-  using Fragment = typename Owner<spec, tile>::Fragment;
+template <BwdSpec spec, Sm80BwdTile tile, class Keys>
+FMHA_DEVICE void captured_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
+  using Fragment = typename Owner<spec, tile, Keys>::Fragment;
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, num_blocks = ceil_div(p.fwd.seqlen_q, tile.rows);
   if (int32_t(blockIdx.x) >= heads * num_blocks) return;
   const int32_t at = blockIdx.x / heads, head = blockIdx.x % heads;
@@ -60,7 +60,7 @@ FMHA_DEVICE void captured_owner(const BwdParams& p, Smem<spec, tile>& smem) {
   const Range queries = {first_row, min(first_row + tile.rows, span.seqlen_q)};
   const Range sinks = spec.fwd.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};
   const Blocks blocks = blocks_of(k_range(band, queries, span.seqlen_k), sinks, tile.columns);
-  Owner<spec, tile> owner{p, smem, span, band, i_head / p.fwd.gqa_ratio, first_row, i_head};
+  Owner<spec, tile, Keys> owner{p, smem, span, band, i_head / p.fwd.gqa_ratio, first_row, i_head, masks};
   const auto own = OwnQueries<Fragment>::of(p, span, i_head, owner.first);
   CapturedSums sums(p.captured_sums);
   owner.walk(

@@ -96,7 +96,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Keys& masks = {}) {
   if constexpr (tile.sums == BwdSums::DBias) {
     bias_owner<spec, tile>(p, smem, masks);
   } else if constexpr (tile.sums == BwdSums::Captured) {
-    captured_owner<spec, tile>(p, smem);
+    captured_owner<spec, tile>(p, smem, masks);
   } else if constexpr (owns_queries(tile)) {
     query_owner<spec, tile>(p, smem, masks);
   } else {

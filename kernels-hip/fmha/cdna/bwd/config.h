@@ -41,7 +41,7 @@ template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct Config {
   static constexpr int num_waves = tile.rows / kEdge, num_threads = num_waves * kWaveSize;
   static constexpr bool makes_ds = sums_scores(tile.sums), makes_dv = sums_values(tile.sums);
-  static constexpr bool queries_own = owns_queries(tile.sums);
+  static constexpr bool makes_dp = needs_dp(tile.sums), queries_own = owns_queries(tile.sums);
   static_assert(spec.head_dim_qk % 64 == 0 && spec.head_dim_v % 64 == 0, "rows are padded to whole lines of banks");
   static_assert(2 * tile.columns <= num_threads / 2, "a half of the waves loads LSE and delta, a thread each");
   static_assert(num_waves % 2 == 0, "one half of the waves loads scores' rows, the other values'");
@@ -53,7 +53,7 @@ struct Config {
   static constexpr int steps_of_block = kEdge * kElemBytes / kStepBytes;
 
   using Score = Walked<spec.head_dim_qk, tile.columns, true, makes_ds>;
-  using Value = Walked<spec.head_dim_v, tile.columns, makes_ds, makes_dv>;
+  using Value = Walked<spec.head_dim_v, tile.columns, makes_dp, makes_dv>;
   using Lds = WalkedLds<Score, Value, tile>;
   using Stage = typename Lds::Stage;
   static_assert(sizeof(Lds) == tile.lds_bytes, "host and device disagree");

@@ -9,6 +9,7 @@
 //   owner    own rows (registers)   walks (LDS)    scores and dP        sums
 //   dQ       Q, dO                  K, V           S^T, dP^T            dQ^T += K^T dS^T
 //   dK, dV   K, V                   Q, dO          S, dP                dV^T += dO^T P, dK^T += Q^T dS
+//   captured tensors (captured.h): as dQ, without its sum
 //
 // In both kinds of kernels an accumulator of scores has an own row in each lane and the walked rows along its
 // registers, so that P and dS, packed, are the B operand of the sums: neither goes through LDS. The walked rows lie
@@ -30,9 +31,10 @@ constexpr int kElemBytes = 2;
 constexpr int kBlockRows = 32;  // walked rows whose pairs with own rows a wave has in registers at once
 using PairValues = f32x16;      // of a lane
 
-constexpr bool owns_queries(BwdSums sums) { return sums == BwdSums::Dq; }
+constexpr bool owns_queries(BwdSums sums) { return sums == BwdSums::Dq || sums == BwdSums::Captured; }
+constexpr bool needs_dp(BwdSums sums) { return sums != BwdSums::Dv; }
 // dQ or dK.
-constexpr bool sums_scores(BwdSums sums) { return sums != BwdSums::Dv; }
+constexpr bool sums_scores(BwdSums sums) { return needs_dp(sums) && sums != BwdSums::Captured; }
 constexpr bool sums_values(BwdSums sums) { return sums == BwdSums::DkDv || sums == BwdSums::Dv; }
 
 struct Nothing {};
@@ -40,9 +42,12 @@ template <bool is_there, class T>
 struct Maybe {
   using type = T;
 };
+// Empty types of their own: two members of one empty type would lie at two addresses, and take memory.
+template <class T>
+struct Absent {};
 template <class T>
 struct Maybe<false, T> {
-  using type = Nothing;
+  using type = Absent<T>;
 };
 
 // Walked rows in LDS, in the forms that products read: `rows` for scores and dP, `columns` for sums.

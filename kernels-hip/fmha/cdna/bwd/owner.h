@@ -1,5 +1,6 @@
 // A wave's own rows and their sums, and the contributions of a block of walked rows.
 #pragma once
+#include <fmha/cdna/bwd/captured.h>
 #include <fmha/cdna/bwd/pairs.h>
 #include <fmha/isa/num.h>
 
@@ -12,9 +13,11 @@ struct Owner {
   static constexpr MatrixBwdSpec spec = U::spec;
 
   typename U::OwnScore own_score;
-  [[no_unique_address]] typename Maybe<C::makes_ds, typename U::OwnValue>::type own_value;
+  [[no_unique_address]] typename Maybe<C::makes_dp, typename U::OwnValue>::type own_value;
   Array<Acc, max(C::score_blocks, 1)> dscore;  // dQ^T or dK^T
   Array<Acc, max(C::value_blocks, 1)> dvalue;  // dV^T
+  static constexpr bool adds_captured = U::tile.sums == BwdSums::Captured;
+  [[no_unique_address]] typename Maybe<adds_captured, CapturedSums>::type captured;
   typename U::Lanes lanes;
 
   FMHA_DEVICE void clear() {
@@ -22,6 +25,7 @@ struct Owner {
     for (int d = 0; d < C::score_blocks; ++d) dscore[d] = Acc{};
 #pragma unroll
     for (int d = 0; d < C::value_blocks; ++d) dvalue[d] = Acc{};
+    if constexpr (adds_captured) captured.clear();
     lanes.find();
   }
 
@@ -31,7 +35,9 @@ struct Owner {
                        const Stats& stats) {
     PairValues s, slopes, dp = {};
     s = U::product(stage.score, lanes.score(), b, own_score);
-    if constexpr (C::makes_ds) dp = U::product(stage.value, lanes.value(), b, own_value);
+    if constexpr (C::makes_dp) dp = U::product(stage.value, lanes.value(), b, own_value);
+    [[maybe_unused]] PairValues products = {};
+    if constexpr (adds_captured) products = s;
 
     // Parameters are reloaded: kept across the products, they would fill the scalar registers.
     const FwdParams& p = reload_params<MatrixBwdParams>().bwd.fwd;
@@ -44,11 +50,11 @@ struct Owner {
       if (edge) {
         const uint32_t shown = pairs.shown(at);
         Pairs<U>::hide(s, shown);
-        if constexpr (C::makes_ds) Pairs<U>::hide(dp, shown);
+        if constexpr (C::makes_dp) Pairs<U>::hide(dp, shown);
       }
     } else if (edge) {
       pairs.hide(s, at);
-      if constexpr (C::makes_ds) pairs.hide(dp, at);
+      if constexpr (C::makes_dp) pairs.hide(dp, at);
     }
     uint32_t kept = 0;
     if constexpr (spec.dropout) kept = pairs.kept(at);
@@ -62,16 +68,23 @@ struct Owner {
       if constexpr (U::p_scale != 1.f) probs *= U::p_scale;
       U::add_to(dvalue, stage.value, lanes.value(), b, probs);
     }
-    if constexpr (C::makes_ds) {
+    if constexpr (C::makes_dp) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         if constexpr (spec.dropout) dp[i] = kept >> i & 1 ? dp[i] * p.dropout_scale : 0.f;
         dp[i] = s[i] * (dp[i] - stats.delta(i));
         // A pair that a function hides has P = 0, but its dP may be NaN.
         if constexpr (code::kIsGiven) dp[i] = s[i] == 0.f ? 0.f : dp[i];
-        if constexpr (spec.modifies) dp[i] *= slopes[i];
+        if constexpr (spec.modifies && C::makes_ds) dp[i] *= slopes[i];
       }
-      U::add_to(dscore, stage.score, lanes.score(), b, dp);
+    }
+    if constexpr (C::makes_ds) U::add_to(dscore, stage.score, lanes.score(), b, dp);
+    if constexpr (adds_captured) {
+      const BwdParams& to = reload_params<MatrixBwdParams>().bwd;
+      for_each_below<16>([&](int i) __attribute__((always_inline)) {
+        add_captured<typename U::Tanh>(captured, to, pairs.span, pairs.i_head, Pairs<U>::pair_of(at, i),
+                                       products[i] * to.fwd.softmax_scale, dp[i]);
+      });
     }
   }
 };

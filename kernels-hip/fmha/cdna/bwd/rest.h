@@ -7,6 +7,7 @@
 //   hidden  rows with a sum that is not finite under a mask: a hidden NaN is multiplied by 0 there.
 #pragma once
 #include <fmha/cdna/bwd/tile.h>
+#include <fmha/isa/atomic.h>
 #include <fmha/shown_pairs.h>
 #include <fmha/simt/bwd.h>
 
@@ -68,6 +69,22 @@ FMHA_DEVICE void stats(const BwdParams& p, const Masks& masks = {}) {
   *has_far(p, span.i_batch, i_head / p.fwd.gqa_ratio) = 1;
 }
 
+// Adds what a far query's pairs contribute to the gradients of captured tensors: to the products its P is 0.
+template <BwdSpec spec, class Masks>
+FMHA_DEVICE void add_captured_of_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i,
+                                     const Masks& masks) {
+  const BwdHead<spec, simt::Wave, Masks> head{p, span, i_head, masks};
+  const auto take = [&](Range keys) {
+    for (int32_t j = keys.begin + simt::Wave::index(); j < keys.end; j += simt::Wave::count) {
+      head.add_captured(i, j, head.sees(i, j), [&](int64_t at, float gradient) {
+        if (gradient != 0.f) global_atomic_add_f32(p.captured_sums + at, gradient);
+      });
+    }
+  };
+  take(sink_range(head.band, {i, i + 1}, span.seqlen_k));
+  take(k_range(head.band, {i, i + 1}, span.seqlen_k));
+}
+
 // Calls `row(first + bit)` for each bit of `rows`, which is equal in all lanes.
 template <class Row>
 FMHA_DEVICE void for_each_row(uint32_t rows, int32_t first, Row row) {
@@ -99,6 +116,10 @@ FMHA_DEVICE void rest(const BwdParams& p, const Masks& masks = {}) {
     const int32_t i = first + simt::Wave::index() % kRowsOfWord;
     const bool is_far = i < span.seqlen_q && is_marked_far(p.lse_log2[stats_offset(p, span, head, i)]);
     uint32_t rows = uint32_t(simt::Wave::ballot(is_far));
+    if constexpr (spec.write_dcaptured) {
+      for_each_row(rows & rows_there(first, span.seqlen_q), first,
+                   [&](int32_t i) { add_captured_of_row<spec>(p, span, head, i, masks); });
+    }
     if constexpr (hides) rows |= uniform_word(*nonfinite_of(p, BwdSums::Dq, span.i_batch, head, first));
     for_each_row(rows & rows_there(first, span.seqlen_q), first,
                  [&](int32_t i) { bwd_query_row<spec, simt::Wave>(p, span, head, i, masks); });

@@ -181,7 +181,7 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
   const int32_t qk = params.head_dim_qk, v = params.head_dim_v, i_head = job.first_head;
   U::load_own(owner.own_score, C::queries_own ? query_rows(p.fwd.q, job, i_head, first, qk)
                                               : key_rows(p.fwd.k, job, first, qk));
-  if constexpr (C::makes_ds) {
+  if constexpr (C::makes_dp) {
     U::load_own(owner.own_value, C::queries_own ? query_rows(p.dout, job, i_head, first, v)
                                                 : key_rows(p.fwd.v, job, first, v));
   }
@@ -193,6 +193,10 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
   Walk<U>(owner, lds, job, first, own_stats, params).run(params);
 
   const MatrixBwdParams& then = reload_params<MatrixBwdParams>();
+  if constexpr (Owner<U>::adds_captured) {
+    owner.captured.finish(then.bwd.captured_sums);
+    return;
+  }
   const int64_t row = own;
   if (own < end) {
     if constexpr (C::makes_ds) {

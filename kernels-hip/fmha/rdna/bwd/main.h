@@ -32,7 +32,7 @@ template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct Config {
   static constexpr int num_threads = tile.rows / kEdge * kWaveSize;
   static constexpr bool makes_ds = sums_scores(tile.sums), makes_dv = sums_values(tile.sums);
-  static constexpr bool queries_own = owns_queries(tile.sums);
+  static constexpr bool makes_dp = needs_dp(tile.sums), queries_own = owns_queries(tile.sums);
   static_assert(tile.stages == 1, "a block is copied where it is computed with");
   static_assert(2 * tile.columns <= num_threads, "LSE and delta are copied by a thread each");
 
@@ -46,7 +46,7 @@ struct Config {
   static constexpr bool keeps_value = sums + keeps_score * spec.head_dim_qk / 4 + spec.head_dim_v / 4 <= most_kept;
 
   using Score = Walked<spec.dtype, tile, spec.head_dim_qk, true, makes_ds>;
-  using Value = Walked<spec.dtype, tile, spec.head_dim_v, makes_ds, makes_dv>;
+  using Value = Walked<spec.dtype, tile, spec.head_dim_v, makes_dp, makes_dv>;
   using Lds = WalkedLds<Score, Value, tile>;
   using Stage = typename Lds::Stage;
   static_assert(sizeof(Lds) == tile.lds_bytes, "host and device disagree");
