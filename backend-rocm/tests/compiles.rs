@@ -5,9 +5,9 @@
 
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{
-    Bias, BiasBroadcast, BwdProblem, CacheRows, CapturedGrad, CapturedTensor, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem,
-    Intervals, KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions, QLayout, SecondCache, Strides,
-    VLayout,
+    Bias, BiasBroadcast, BwdProblem, CacheRows, CapturedGrad, CapturedTensor, DType, Descale, Dims,
+    ElementwiseBias, Error, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions,
+    QLayout, SecondCache, Strides, VLayout,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -364,8 +364,8 @@ fn backward_problems() -> Vec<(String, BwdProblem)> {
     all
 }
 
-/// No product kernel spills vector registers, but for those of which the number is named here. Scalar registers may spill to lanes of vector registers, which is
-/// no memory access, when modifiers or loads by elements need many.
+/// No product kernel spills vector registers, but for those of which the number is named here. Scalar registers may
+/// spill to lanes of vector registers, which is no memory access, when modifiers or loads by elements need many.
 fn no_product_spills(compiles: fn(usize, usize) -> bool) {
     if !support::clang_is_there() {
         return;

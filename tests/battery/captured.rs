@@ -380,7 +380,8 @@ pub fn run_beside_intervals(device: &Device, options: &PlanOptions) -> Result<()
     let far = "table: f32[_, _]; s + table[h, k - q] + 20000";
     for (seed, (score, mask)) in [(400, (FORMS[2].0, "")), (401, FORMS[0]), (402, (far, ""))] {
         let mask_code = (!mask.is_empty()).then(|| mask.parse().ok()).flatten();
-        let problem = FwdProblem::batch(DType::Bf16, dims).score_code(score.parse().ok()).mask_code(mask_code);
+        let problem =
+            FwdProblem::batch(DType::Bf16, dims).score_code(score.parse().ok()).mask_code(mask_code);
         let gradients = Gradients::Captured;
         Check { problem, seed, hidden: None, gradients, has_intervals: true }.run::<bf16>(device, options)?;
     }
