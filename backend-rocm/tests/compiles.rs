@@ -5,9 +5,9 @@
 
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{
-    Bias, BiasBroadcast, BwdProblem, CacheRows, CapturedGrad, CapturedTensor, DType, Descale, Dims,
-    ElementwiseBias, Error, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions,
-    QLayout, SecondCache, Strides, VLayout,
+    Bias, BiasBroadcast, BwdProblem, CacheRows, CacheScales, CapturedGrad, CapturedTensor, DType, Descale,
+    Dims, ElementwiseBias, Error, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, MaskAxes,
+    PlanOptions, QLayout, SecondCache, Strides, VLayout,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -164,6 +164,12 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize, &str) -> bool) -> Vec<String>
     spilled
 }
 
+/// A problem over an FP8 cache whose blocks of four rows have scales.
+fn scaled(problem: FwdProblem) -> FwdProblem {
+    let scales = CacheScales::new(&problem, 4);
+    problem.cache_scales(scales)
+}
+
 /// Problems for every branch of a decode kernel.
 fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
     let paged = |dtype, (head_dim_qk, head_dim_v)| {
@@ -180,7 +186,8 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
     for (qk, v) in [(128, 128), (240, 256), (200, 200)] {
         let mut quantised = paged(DType::Bf16, (qk, v)).softcap(20.0);
         quantised.cache.dtype = Some(fp8);
-        all.push((format!("{fp8} cache/d{qk}x{v}"), quantised));
+        all.push((format!("{fp8} cache/d{qk}x{v}"), quantised.clone()));
+        all.push((format!("{fp8} cache with scales/d{qk}x{v}"), scaled(quantised)));
     }
     // Rows that several waves share: latent rows, and separate K and V.
     let mut latent = paged(DType::Bf16, (576, 512));
@@ -194,7 +201,8 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
     for (qk, v) in [(576, 512), (500, 511)] {
         let mut quantised = paged(DType::Bf16, (qk, v)).softcap(20.0);
         quantised.cache.dtype = Some(fp8);
-        all.push((format!("{fp8} cache/d{qk}x{v}"), quantised));
+        all.push((format!("{fp8} cache/d{qk}x{v}"), quantised.clone()));
+        all.push((format!("{fp8} cache with scales/d{qk}x{v}"), scaled(quantised)));
     }
     // Lists of keys: latent rows and short ones, positions in pages and addresses.
     for (qk, v) in [(576, 512), (512, 512), (128, 128), (256, 256), (33, 5)] {
@@ -239,10 +247,11 @@ fn decode_kernels_over_rows_of_bytes_do_not_spill() {
     if !support::clang_is_there() {
         return;
     }
-    for arch in [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950] {
+    for arch in Arch::CDNA.into_iter().chain(Arch::RDNA) {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
+        let kernel = if Arch::RDNA.contains(&arch) { "rdna_decode" } else { "cdna_decode" };
         for (name, problem) in rows_of_bytes() {
-            let options = PlanOptions::default().kernel("cdna_decode");
+            let options = PlanOptions::default().kernel(kernel);
             let code = support::code_object(&backend, &problem.validate().unwrap(), &options);
             let found = Resources::of(&code).unwrap();
             println!("{arch:?} {name}: {found:?}");

@@ -85,6 +85,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 vector_store: true,
                 split_keys: 0,
                 listed: false,
+                two_caches: false,
+                row_bytes: 0,
                 stored: spec.dtype_qk,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {

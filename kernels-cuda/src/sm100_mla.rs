@@ -14,7 +14,7 @@ use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, Workspace, abi_spec}
 
 use crate::operands::stores_vectors;
 use crate::schedule::{self, TileSchedule};
-use crate::sm90_mla::{self, MlaSchedule};
+use crate::sm90_mla::{self, MlaSchedule, stored};
 use crate::{lists, split};
 use gathered::{GatheredRows, MatrixRows};
 
@@ -62,6 +62,10 @@ abi_spec! {
         pub split_keys: i32 = Takes::multiples(128, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
         /// Whether keys come from a token's list: a tile then has heads of one token.
         pub listed: bool = Takes::nothing(),
+        /// Whether keys come from two caches: those of the first for a token, then those of the second.
+        pub two_caches: bool = Takes::nothing(),
+        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; 0: rows are of `stored`.
+        pub row_bytes: i32 = Takes::nothing(),
         /// K and V as they lie in memory: of Q's type, or over lists in FP8, which is widened on its way to shared
         /// memory.
         pub stored: DType = Takes::nothing(),
@@ -97,6 +101,11 @@ impl Sm100MlaTile {
                 "tile by_tma=1: a cache of {} is widened on its way, which TMA does not",
                 self.stored
             ));
+        }
+        if self.two_caches {
+            return Err(
+                "tile by_tma=1: rows of two caches are none of one matrix, which TMA gathers from".to_owned()
+            );
         }
         match (problem.layout.kv, gathered::of_problem(problem)) {
             (_, Err(why)) if self.listed => Err(format!("tile by_tma=1: {why}")),
@@ -174,7 +183,8 @@ fn units(problem: &FwdProblem) -> (u64, u64) {
 /// or 0 where rows of K or V make no matrix.
 fn box_keys(problem: &FwdProblem) -> i32 {
     if problem.walks_lists() {
-        return (problem.cache.dtype.is_none() && gathered::of_problem(problem).is_ok()).into();
+        let of_one = !stored(problem).is_fp8() && !problem.walks_caches();
+        return (of_one && gathered::of_problem(problem).is_ok()).into();
     }
     let rows = problem.layout.kv.page_size().unwrap_or(BOX_KEYS);
     [BOX_KEYS, 32, 16, 8].into_iter().find(|keys| rows.is_multiple_of(*keys)).unwrap_or(0).cast_signed()
@@ -201,14 +211,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             ));
         }
     }
-    if let Some(rows) = problem.cache.rows {
-        return refuse(format!("cache_rows of {} bytes", rows.row_bytes()));
-    }
-    if problem.walks_caches() {
-        return refuse(format!("two caches of {} keys: those of one are read", problem.most_walked_keys()));
-    }
     sm90_mla::takes_wide_rows(problem, NAME)?;
-    let narrow = problem.cache.dtype.is_some();
+    let narrow = stored(problem).is_fp8();
     sm90_mla::takes_strides(problem, NAME, |name| if name != "q" && narrow { 16 } else { 8 })
 }
 
@@ -227,19 +231,24 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm100MlaTile {
         vector_store: stores_vectors(problem),
         split_keys: if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) },
         listed,
-        stored: problem.cache.dtype.unwrap_or(problem.dtypes.qk),
+        two_caches: problem.walks_caches(),
+        row_bytes: lists::row_bytes(problem),
+        stored: stored(problem),
     }
 }
 
 /// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`], and over lists
-/// of keys [`ListParams`](fmha_core::lists::ListParams) and [`GatheredRows`].
+/// of keys [`ListParams`](fmha_core::lists::ListParams) and [`GatheredRows`], over two caches
+/// [`TwoCachesParams`](fmha_core::second::TwoCachesParams).
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm100MlaTile) -> KernelSource {
     // The length of a part is an argument: the text says only that there are parts.
     let tile = Sm100MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
-    let (last_params, call) = if tile.listed {
-        let gathered = ", const __grid_constant__ GatheredRows gathered";
+    let gathered = ", const __grid_constant__ GatheredRows gathered";
+    let (last_params, call) = if tile.two_caches {
+        (lists::TWO_PARAM.to_owned(), "fwd_lists<kSpec, kTile>(p, maps, schedule, caches, {})")
+    } else if tile.listed {
         (format!("{}{gathered}", lists::PARAM), "fwd_lists<kSpec, kTile>(p, maps, schedule, lists, gathered)")
     } else {
         (String::new(), "fwd<kSpec, kTile>(p, maps, schedule)")
@@ -259,7 +268,15 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100MlaTile) -> KernelSource {
             tile.smem_bytes(spec)
         ),
     };
-    crate::source(entry.render(), || [schedule::header(), fmha_core::lists::header(), host_header()])
+    crate::source(entry.render(), || {
+        [
+            schedule::header(),
+            fmha_core::lists::header(),
+            fmha_core::masks::header(),
+            fmha_core::second::header(),
+            host_header(),
+        ]
+    })
 }
 
 /// `fmha/sm100_mla_host.h`: what this file shares with the device.
@@ -312,12 +329,11 @@ mod tests {
             change(&mut problem);
             assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
         }
-        let refused: [(&str, Change); 9] = [
+        let refused: [(&str, Change); 8] = [
             ("head_dim_v 256: neither", |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (256, 256)),
             ("head_dim_v 520", |p| p.dims.head_dim_v = 520),
             ("v_layout col-major", |p| p.layout.v = VLayout::ColMajor),
             ("dtype_cache e4m3fn", |p| p.cache.dtype = Some(DType::E4m3Fn)),
-            ("cache_rows of 656 bytes", |p| p.cache.rows = Some(CacheRows::Bytes656)),
             ("tree_mask of 1", |p| p.cache.tree_mask = true),
             ("sink_columns 4", |p| p.mask.sink_columns = 4),
             ("k.seq stride 580", |p| p.strides.k.seq = 580),
@@ -383,6 +399,30 @@ mod tests {
         narrow.cache.dtype = Some(DType::E4m3Fn);
         let tile = choose_tile(&narrow, 148);
         assert!(accepts(&narrow).is_ok() && !tile.by_tma && tile.stored == DType::E4m3Fn);
+        // Rows of bytes, over lists and without, and a second cache are copied.
+        for rows in [CacheRows::Bytes656, CacheRows::Bytes584] {
+            let mut every = latent(2, 16, 100);
+            every.layout.kv = KvLayout::Paged { page_size: 64 };
+            if rows == CacheRows::Bytes584 {
+                every.dims.head_dim_qk = DIM_V;
+            }
+            let every = every.v_in_k(true).cache_rows(rows);
+            let lists = KeyLists::new(&every, 64);
+            for (problem, two_caches) in [(every.clone().lists(lists), false), (every.clone(), true)] {
+                let tile = choose_tile(&problem, 148);
+                assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
+                assert_eq!(
+                    (tile.listed, tile.two_caches, tile.by_tma),
+                    (true, two_caches, false),
+                    "{tile:?}"
+                );
+                assert_eq!(tile.row_bytes.unsigned_abs(), rows.row_bytes());
+                assert!(Sm100MlaTile { by_tma: true, ..tile }.check(&problem).is_err());
+                let mut odd = problem;
+                odd.strides.k.batch += 8;
+                assert!(accepts(&odd).unwrap_err().to_string().contains("k.batch stride"));
+            }
+        }
         narrow.strides.k.seq += 8;
         assert!(accepts(&narrow).unwrap_err().to_string().contains("k.seq stride 584"));
     }

@@ -308,7 +308,7 @@ fn units(problem: &FwdProblem, cluster: i32) -> (u64, u64) {
 }
 
 /// Type of K and V in memory.
-fn stored(problem: &FwdProblem) -> DType {
+pub(crate) fn stored(problem: &FwdProblem) -> DType {
     if problem.cache.rows.is_some() {
         DType::E4m3Fn
     } else {

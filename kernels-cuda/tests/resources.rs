@@ -819,6 +819,8 @@ fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
         vector_store: true,
         split_keys: 0,
         listed: false,
+        two_caches: false,
+        row_bytes: 0,
         stored: DType::Bf16,
     };
     let copied = Sm100MlaTile { by_tma: false, box_keys: 0, ..tile };
@@ -1157,11 +1159,15 @@ fn blackwell_list_kernels() -> Vec<(String, KernelSource)> {
         vector_store: true,
         split_keys: 0,
         listed: true,
+        two_caches: false,
+        row_bytes: 0,
         stored: DType::Bf16,
     };
     let copied = Sm100MlaTile { by_tma: false, box_keys: 0, ..tile };
     let fp8 = Sm100MlaTile { stored: DType::E4m3Fn, ..copied };
+    let bytes = |row_bytes, two_caches| Sm100MlaTile { row_bytes, two_caches, ..fp8 };
     let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
+    let short = FwdSpec { head_dim_qk: 512, ..paged };
     let f16 = FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..paged };
     [
         ("576_pages", paged, tile),
@@ -1173,6 +1179,15 @@ fn blackwell_list_kernels() -> Vec<(String, KernelSource)> {
         ("576_fp8", paged, fp8),
         ("576_part_of_fp8", split::part_spec(&paged), Sm100MlaTile { split_keys: 128, ..fp8 }),
         ("576", wide(576), tile),
+        ("576_bytes", paged, bytes(656, false)),
+        ("512_bytes", short, bytes(584, false)),
+        ("576_two_of_bytes", paged, bytes(656, true)),
+        (
+            "512_part_of_two_of_bytes",
+            split::part_spec(&short),
+            Sm100MlaTile { split_keys: 128, ..bytes(584, true) },
+        ),
+        ("576_two", FwdSpec { softcap: true, ..paged }, Sm100MlaTile { two_caches: true, ..copied }),
     ]
     .map(|(name, spec, tile)| (format!("sm100_mla_list_{name}"), sm100_mla::fwd(&spec, &tile)))
     .into()

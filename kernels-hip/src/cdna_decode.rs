@@ -3,23 +3,23 @@
 //! For head dimensions above 256 four waves have a quarter of the columns each. Latent attention (576/512) reads K
 //! once and uses it as V too; no other kernel supports such rows at any length.
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::lists::ListParams;
 use fmha_core::second::TwoCachesParams;
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{
-    Bias, CacheRows, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, VLayout, abi_spec, abi_struct,
+    Bias, DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, Refusal, VLayout, abi_spec, abi_struct,
 };
 
 use crate::CDNA;
 use crate::arch::Arch;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Cut, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
-    strides_are_dwords, takes, walked,
+    Cut, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, refuse_rows_of_bytes, row_blocks,
+    shares_rows, strides_are_dwords, takes, walked,
 };
-use crate::device::{Device, needs_mfma, refuse};
+use crate::device::{Device, needs_mfma};
 use crate::forward::CdnaParams;
 use crate::paths::LoadPath;
 
@@ -73,6 +73,8 @@ abi_spec! {
         pub load: LoadPath,
         /// Whether each token's keys come from a list, or from two caches.
         pub listed: bool,
+        /// Whether rows of an FP8 cache have scales of their own.
+        pub scaled: bool,
         /// Whether they come from two caches.
         pub two_caches: bool,
         /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes; 0 if rows have elements of type
@@ -131,6 +133,39 @@ abi_struct! {
         pub scale_keys: i32,
         /// Padding that makes the size a multiple of eight bytes.
         pub reserved: i32,
+    }
+}
+
+abi_struct! {
+    /// Arguments of the decode kernel of an FP8 cache whose rows have scales of their own.
+    pub struct ScaledDecodeParams {
+        /// Arguments of the kernel without scales.
+        pub decode: CdnaDecodeParams,
+        /// Scales of K's rows.
+        pub k_scale: View,
+        /// Scales of V's rows.
+        pub v_scale: View,
+        /// Number of adjacent rows that share a scale.
+        pub scale_block: i32,
+        /// Padding that makes the size a multiple of eight bytes.
+        pub reserved: i32,
+    }
+}
+
+impl ScaledDecodeParams {
+    /// Arguments with the scales of the call's rows; `None` where rows have none.
+    pub(crate) fn of(problem: &FwdProblem, args: &FwdArgs<'_>, decode: CdnaDecodeParams) -> Option<Self> {
+        let scales = problem.cache.scales?;
+        let packed = problem.layout.kv == KvLayout::Packed;
+        let [k_scale, v_scale] =
+            args.scale_slices().map(|slice| slice.map_or(0, |slice| slice.as_ptr() as u64));
+        Some(Self {
+            decode,
+            k_scale: View::new(k_scale, scales.k, packed),
+            v_scale: View::new(v_scale, scales.v, packed),
+            scale_block: scales.block.cast_signed(),
+            reserved: 0,
+        })
     }
 }
 
@@ -202,6 +237,7 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
         modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
         load,
         listed: problem.walks_lists(),
+        scaled: problem.cache.scales.is_some(),
         two_caches: problem.walks_caches(),
         row_bytes: problem.cache.rows.map_or(0, |rows| rows.row_bytes().cast_signed()),
     }
@@ -231,23 +267,6 @@ impl CdnaDecode {
     }
 }
 
-/// Whether rows of bytes begin on dwords.
-fn takes_rows_of_bytes(problem: &FwdProblem) -> Result<(), Refusal> {
-    let Some(bytes) = problem.cache.rows.map(CacheRows::row_bytes) else { return Ok(()) };
-    if !spec(problem).v_in_k {
-        let (q, k, v) = (problem.strides.q, problem.strides.k.batch, problem.strides.v.batch);
-        refuse!(
-            NAME,
-            "cache_rows of {bytes} bytes beside strides q.batch {}, q.seq {} and q.head {} of two bytes, k.batch {k} \
-             and v.batch {v} of one: rows begin on no dwords",
-            q.batch,
-            q.seq,
-            q.head
-        );
-    }
-    Ok(())
-}
-
 impl Split for CdnaDecode {
     const NAME: &'static str = NAME;
     const MERGE: &'static str = MERGE;
@@ -260,7 +279,9 @@ impl Split for CdnaDecode {
         needs_mfma(device.arch, NAME)?;
         takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
-        takes_rows_of_bytes(problem)?;
+        if !spec(problem).v_in_k {
+            refuse_rows_of_bytes(NAME, problem)?;
+        }
         let walked = walked(problem);
         let blocks = row_blocks(&walked, EDGE);
         let (of_a_unit, of_a_group, least) = if shares_rows(problem) {
@@ -360,6 +381,7 @@ pub(crate) fn tile_header() -> Header {
     let definitions = [
         CdnaDecodeSpec::c_definition(),
         CdnaDecodeParams::c_definition(),
+        ScaledDecodeParams::c_definition(),
         ListDecodeParams::c_definition(),
         TwoDecodeParams::c_definition(),
     ];

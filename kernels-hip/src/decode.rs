@@ -11,7 +11,8 @@ use std::borrow::Cow;
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, Shape, Strides, cache_update,
+    CacheRows, DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, Shape, Strides,
+    cache_update,
 };
 use fmha_gpu::lists;
 
@@ -80,6 +81,8 @@ pub(crate) fn walked(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
 pub(crate) enum Keys {
     /// Runs of a sequence's keys.
     Sequence,
+    /// Runs of a sequence's keys, whose rows have scales of their own.
+    Scaled,
     /// Lists of one cache's keys.
     Lists,
     /// Both caches; or rows of bytes without a list, beside an empty second cache.
@@ -92,6 +95,8 @@ impl Keys {
             Self::TwoCaches
         } else if problem.lists.is_some() {
             Self::Lists
+        } else if problem.cache.scales.is_some() {
+            Self::Scaled
         } else {
             Self::Sequence
         }
@@ -101,6 +106,7 @@ impl Keys {
     pub(crate) const fn places(self) -> &'static str {
         match self {
             Self::Sequence => "fmha::cdna::decode::SequencePlaces",
+            Self::Scaled => "fmha::cdna::decode::ScaledPlaces",
             Self::Lists => "fmha::cdna::decode::ListPlaces",
             Self::TwoCaches => "fmha::cdna::decode::TwoPlaces",
         }
@@ -110,6 +116,7 @@ impl Keys {
     pub(crate) const fn entry_params(self) -> &'static str {
         match self {
             Self::Sequence => "CdnaDecodeParams p",
+            Self::Scaled => "ScaledDecodeParams p",
             Self::Lists => "ListDecodeParams p",
             Self::TwoCaches => "TwoDecodeParams p",
         }
@@ -119,8 +126,18 @@ impl Keys {
     pub(crate) const fn entry_argument(self) -> &'static str {
         match self {
             Self::Sequence => "p",
-            Self::Lists | Self::TwoCaches => "p.decode",
+            Self::Scaled | Self::Lists | Self::TwoCaches => "p.decode",
         }
+    }
+
+    /// Whether a list, or two caches, say which keys there are.
+    pub(crate) const fn are_listed(self) -> bool {
+        matches!(self, Self::Lists | Self::TwoCaches)
+    }
+
+    /// The keys as the merging launch knows them: it reads none, so no scales.
+    const fn of_merge(self) -> Self {
+        if self.are_listed() { self } else { Self::Sequence }
     }
 }
 
@@ -145,6 +162,23 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
             let alone = second.alone(problem);
             whole(second.k, alone.shape_k(), cache_bytes) && whole(second.v, alone.shape_v(), cache_bytes)
         })
+}
+
+/// Refuses rows of bytes, for a problem whose rows begin on no dwords.
+///
+/// # Errors
+/// The strides, as a refusal of `kernel`.
+pub(crate) fn refuse_rows_of_bytes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Refusal> {
+    let Some(bytes) = problem.cache.rows.map(CacheRows::row_bytes) else { return Ok(()) };
+    let (q, k, v) = (problem.strides.q, problem.strides.k.batch, problem.strides.v.batch);
+    refuse!(
+        kernel,
+        "cache_rows of {bytes} bytes beside strides q.batch {}, q.seq {} and q.head {} of two bytes, k.batch {k} and \
+         v.batch {v} of one: rows begin on no dwords",
+        q.batch,
+        q.seq,
+        q.head
+    );
 }
 
 /// Pieces of work: `block_rows` rows of a group, and a part of a sequence's keys or a share of all
@@ -265,17 +299,17 @@ impl Parts {
 
     /// Source of the launch that merges the parts of each row.
     pub(crate) fn merge_source(&self, arch: Arch) -> KernelSource {
-        let threads = merge_threads(arch);
+        let (threads, keys) = (merge_threads(arch), self.keys.of_merge());
         let entry = Entry {
             include: MERGE_HEADER,
             constants: &[],
             bounds: &crate::group_of(threads),
-            params: self.keys.entry_params(),
+            params: keys.entry_params(),
             call: &format!(
                 "cdna::decode::merge<{}, {}>({});",
                 self.row_elems,
-                self.keys.places(),
-                self.keys.entry_argument()
+                keys.places(),
+                keys.entry_argument()
             ),
         };
         crate::source(&entry, CDNA)
@@ -319,7 +353,7 @@ impl Parts {
         let Self { cut, row_blocks, num_parts, .. } = self;
         let ratio = problem.gqa_ratio();
         let parts = match cut.shares {
-            0 if self.keys != Keys::Sequence => {
+            0 if self.keys.are_listed() => {
                 format!("{num_parts} of the longest list, merged by a second launch")
             }
             0 => format!("{num_parts} of the longest sequence, merged by a second launch"),
@@ -328,10 +362,10 @@ impl Parts {
                 cut.keys
             ),
         };
-        let rows = if self.keys == Keys::Sequence {
-            format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q)
-        } else {
+        let rows = if self.keys.are_listed() {
             format!("{row_blocks} blocks a token and KV head: {ratio} heads")
+        } else {
+            format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q)
         };
         [("rows", rows), ("parts", parts)]
     }
@@ -342,6 +376,10 @@ pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)>
     let mut details = Vec::new();
     if problem.stored_k() != problem.dtypes.qk {
         details.push(("cache", format!("{} widened to {} on load", problem.stored_k(), problem.dtypes.qk)));
+    }
+    if let Some(scales) = problem.cache.scales {
+        let words = format!("a scale for each {} rows of a KV head, read with them", scales.block);
+        details.push(("scales", words));
     }
     if let Some(rows) = problem.cache.rows {
         let words =

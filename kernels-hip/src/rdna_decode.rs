@@ -6,14 +6,16 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::{Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, VLayout, abi_spec};
+use fmha_core::{
+    Bias, CacheRows, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, VLayout, abi_spec,
+};
 
 use crate::RDNA;
 use crate::cdna_decode::CdnaDecodeParams;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Cut, Keys, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
-    strides_are_dwords, takes, walked,
+    Cut, Keys, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, refuse_rows_of_bytes, row_blocks,
+    shares_rows, strides_are_dwords, takes, walked,
 };
 use crate::device::{Device, needs_wmma, refuse};
 use crate::forward::{CdnaSpec, OutputKind};
@@ -63,6 +65,8 @@ abi_spec! {
 pub(crate) struct RdnaDecode {
     spec: CdnaSpec,
     stored: DType,
+    /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes; else 0.
+    row_bytes: u32,
     tile: RdnaTile,
     parts: Parts,
 }
@@ -93,7 +97,8 @@ fn loads_wide(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(8)
         && problem.dims.head_dim_v.is_multiple_of(4)
-        && strides_are_dwords(problem, problem.dtypes.qk.size_bytes())
+        // Rows of bytes have strides in bytes.
+        && strides_are_dwords(problem, if problem.cache.rows.is_some() { 1 } else { problem.dtypes.qk.size_bytes() })
 }
 
 /// Rows of a workgroup: all rows of a short query; for a long query, as many as share a tile of K and V.
@@ -121,6 +126,9 @@ impl Split for RdnaDecode {
         needs_wmma(device.arch, NAME)?;
         takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
+        if !loads_wide(problem) {
+            refuse_rows_of_bytes(NAME, problem)?;
+        }
         let shares_rows = shares_rows(problem);
         let walked = walked(problem);
         let mut asked = RdnaDecodeTile { split_keys: 0, block_m: default_block_m(&walked), shares: -1 };
@@ -150,7 +158,8 @@ impl Split for RdnaDecode {
             split: true,
         };
         let parts = Parts::of(NAME, &walked, device.arch, block_rows, (cut, spec.head_dim_v), options)?;
-        Ok(Self { spec, stored: problem.stored_k(), tile, parts })
+        let row_bytes = problem.cache.rows.map_or(0, CacheRows::row_bytes);
+        Ok(Self { spec, stored: problem.stored_k(), row_bytes, tile, parts })
     }
 
     fn tile(&self) -> RdnaDecodeTile {
@@ -166,8 +175,10 @@ impl Split for RdnaDecode {
         let threads = self.num_threads();
         let keys = self.parts.keys;
         let call = match keys {
-            Keys::Sequence => "run<kSpec, kTile, kStored>".to_owned(),
-            Keys::Lists | Keys::TwoCaches => format!("run_listed<kSpec, kTile, kStored, {}>", keys.places()),
+            Keys::Sequence | Keys::Scaled => format!("run<kSpec, kTile, kStored, {}>", keys.places()),
+            Keys::Lists | Keys::TwoCaches => {
+                format!("run_listed<kSpec, kTile, kStored, {}, {}>", keys.places(), self.row_bytes)
+            }
         };
         let entry = Entry {
             include: HEADER,

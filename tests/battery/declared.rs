@@ -81,8 +81,20 @@ pub const DECLARED: &[Declared] = &[
         backends: &["rocm"],
         kernels: &[],
         slowly: true,
-        what: "rows of bytes without lists, of two caches and on RDNA are the slow kernel's",
-        applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some()),
+        what: "rows of bytes in pages that begin on no dwords are the slow kernel's",
+        applies: |_, problem| {
+            problem.is_some_and(|p| {
+                let second = p.second.map_or(0, |second| second.k.batch);
+                p.cache.rows.is_some() && (p.strides.k.batch % 4 != 0 || second % 4 != 0)
+            })
+        },
+    },
+    Declared {
+        backends: &["rocm"],
+        kernels: &["cdna_fwd", "cdna_widened", "rdna_fwd", "rdna_widened"],
+        slowly: false,
+        what: "rows of bytes and second caches are the decode kernels'",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some() || p.second.is_some()),
     },
     Declared {
         backends: &["cuda"],
@@ -98,17 +110,9 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &[
-            "sm90",
-            "sm90_widened",
-            "sm100",
-            "sm100_widened",
-            "sm100_mla",
-            "sm100_mla_widened",
-            "simt_widened",
-        ],
+        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "sm100_mla_widened", "simt_widened"],
         slowly: false,
-        what: "rows of bytes of a latent cache are sm80's and sm90_mla's",
+        what: "rows of bytes of a latent cache are sm80's, sm90_mla's and sm100_mla's",
         applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some()),
     },
     Declared {
@@ -148,13 +152,6 @@ pub const DECLARED: &[Declared] = &[
         slowly: false,
         what: "lists of keys are sm80's, and sm90_mla's and sm100_mla's of wide rows",
         applies: |_, problem| problem.is_some_and(FwdProblem::walks_lists),
-    },
-    Declared {
-        backends: &["cuda"],
-        kernels: &["sm100_mla"],
-        slowly: false,
-        what: "second caches are sm80's, and sm90_mla's of wide rows",
-        applies: |_, problem| problem.is_some_and(|p| p.second.is_some()),
     },
     Declared {
         backends: &["cuda"],
@@ -348,21 +345,19 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda", "rocm"],
-        kernels: &["sm80", "sm90", "sm90_mla", "sm100", "sm100_mla", "simt", "cdna_decode", "rdna_decode"],
+        kernels: &["sm80", "sm90", "sm90_mla", "sm100", "sm100_mla", "simt"],
         slowly: false,
-        what: "FP8 caches with scales by rows are widened before",
+        what: "FP8 caches with scales by rows are widened before, or read by AMD's decode kernels",
         applies: |_, problem| problem.is_some_and(|p| p.cache.scales.is_some()),
     },
     Declared {
-        backends: &["rocm"],
+        backends: &["cuda"],
         kernels: &[],
         slowly: false,
-        what: "FP8 caches with scales by rows in pages, or that are appended to, or that lie otherwise than Q's rows: a launch before the forward kernels alone widens them",
+        what: "FP8 caches with scales by rows of more than 256 elements: most kernels of 16-bit rows that are widened before are narrower",
         applies: |_, problem| {
-            problem.is_some_and(|p| {
-                let lies_apart = p.refuse_mixed_layouts("").is_err();
-                p.cache.scales.is_some() && (lies_apart || p.cache.append.is_some())
-            })
+            problem
+                .is_some_and(|p| p.cache.scales.is_some() && p.dims.head_dim_qk.max(p.dims.head_dim_v) > 256)
         },
     },
     Declared {

@@ -381,13 +381,16 @@ pub(crate) const ROWS: &[Row] = &[
         ..BLACKWELL
     },
     Row {
-        in_test: Cases { filter: "^decode/fp8_rows_.*/e4m3fnuz/bf16/block7/q20/strided$", deal: 1 },
-        in_all: Cases { filter: "^decode/fp8_rows.*/(block[17]/.*/strided|packed)$", deal: 1 },
+        in_test: Cases {
+            filter: "^decode/fp8_rows(_.*/e4m3fnuz/bf16/block7/q20/strided|/e4m3fnuz/bf16/appended/new3/p16)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/fp8_rows", deal: 1 },
         ..amd("gfx942", NONE)
     },
     Row {
-        in_test: NONE,
-        in_all: Cases { filter: "^decode/fp8_rows.*/(block[17]/.*/strided|packed)$", deal: 1 },
+        in_test: Cases { filter: "^decode/fp8_rows/e4m3fn/bf16/seen_nan/p16$", deal: 1 },
+        in_all: Cases { filter: "^decode/fp8_rows", deal: 1 },
         ..amd("gfx1100", NONE)
     },
     // Pairs of CTAs, which wait for each other.
@@ -891,6 +894,16 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^lists/rows/", deal: 1 },
         ..lists_on("cdna_decode", "gfx950")
     },
+    Row {
+        in_test: Cases { filter: "^lists/rows/b(656/one/h7|584/two/h7)$", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
+        ..lists_on("rdna_decode", "gfx1100")
+    },
+    Row {
+        in_test: NONE,
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
+        ..lists_on("rdna_decode", "gfx1201")
+    },
     Row { in_test: NONE, in_all: Cases { filter: "^lists/rows/", deal: 1 }, kernel: Some("simt"), ..AMPERE },
     Row {
         in_test: NONE,
@@ -973,6 +986,26 @@ pub(crate) const ROWS: &[Row] = &[
         mode: Mode::Garbage,
         in_all: Cases { filter: LATENT_LISTS, deal: 1 },
         ..HOPPER
+    },
+    // Two caches and rows of bytes by pairs of CTAs on Blackwell: rows copied, and widened from bytes; parts.
+    Row {
+        kernel: Some("sm100_mla"),
+        mode: Mode::HappensBefore,
+        in_test: Cases {
+            filter: "^lists/(two/bf16/latent/d512/list|rows/b(656/one/h7|584/two/h7))$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^lists/(two/b?f16/latent|rows)/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        kernel: Some("sm100_mla"),
+        tile: Some("split_keys=128"),
+        mode: Mode::HappensBefore,
+        arch: "sm_103a",
+        in_test: NONE,
+        in_all: Cases { filter: "^lists/(two/b?f16/latent|rows)/", deal: 1 },
+        ..BLACKWELL
     },
     // Latent lists by pairs of CTAs on Blackwell: rows gathered by TMA, copied, and widened from FP8; parts.
     Row {

@@ -3,9 +3,9 @@
 ``flash_mla_sparse_fwd`` and ``flash_mla_with_kvcache(indices=...)`` take what FlashMLA's functions of these names
 take and give what they give, LSE too: natural, without the sink, and ``+inf`` for a row that has no key. Caches are of
 16 bits or f32, or have FlashMLA's rows of 656 and 584 bytes; a second cache joins in the same softmax, where it lies.
-Rows of bytes are read where they lie under queries in bf16, on the CPU, and on NVIDIA's GPUs where pages begin on whole
-16 bytes. Elsewhere they are gathered into a tensor of their own first, which costs more. New rows are quantised and
-written by ``fmha.attention_with_kvcache(q, k_cache, None, k, head_dim_v=512, block_table=..., seqused_k=...)`` over a
+Rows of bytes are read where they lie under queries in bf16, on the CPU, and on GPUs where pages begin on whole 16 bytes
+(NVIDIA) or 4 (AMD). Elsewhere they are gathered into a tensor of their own first, which costs more. New rows are
+quantised and written by ``fmha.attention_with_kvcache(q, k_cache, None, k, head_dim_v=512, block_table=..., seqused_k=...)`` over a
 cache in uint8. ``indexer_topk`` is refused by name.
 """
 
@@ -84,9 +84,10 @@ _ROWS = {656: (512, 128), 584: (448, 64)}
 _ROTARY = 64
 
 
-def _begins_on_copies(cache: torch.Tensor) -> bool:
-    """Whether pages begin on whole 16 bytes, as copies of NVIDIA's kernels take them."""
-    return cache.data_ptr() % 16 == 0 and cache.stride(0) * cache.element_size() % 16 == 0
+def _begins_on_loads(cache: torch.Tensor) -> bool:
+    """Whether pages begin on whole 16 bytes, as copies of NVIDIA's kernels take them, or on dwords on AMD's GPUs."""
+    whole = 16 if torch.version.hip is None else 4
+    return cache.data_ptr() % whole == 0 and cache.stride(0) * cache.element_size() % whole == 0
 
 
 def _bytes_in_place(q: torch.Tensor, head_dim_v: int, caches: Sequence[Optional[torch.Tensor]]) -> bool:
@@ -94,9 +95,7 @@ def _bytes_in_place(q: torch.Tensor, head_dim_v: int, caches: Sequence[Optional[
     if q.dtype != torch.bfloat16 or q.dim() != 4 or head_dim_v != 512:
         return False
     given = [cache for cache in caches if cache is not None]
-    if q.device.type != "cpu" and not (
-        q.device.type == "cuda" and torch.version.hip is None and all(_begins_on_copies(cache) for cache in given)
-    ):
+    if q.device.type != "cpu" and not (q.device.type == "cuda" and all(map(_begins_on_loads, given))):
         return False
     width = given[0].shape[-1]
     return (

@@ -169,9 +169,6 @@ def test_rows_of_bytes_and_a_second_cache_are_read(dim: int) -> None:
             torch.testing.assert_close(lse[b, :, i].double(), exact, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.skipif(
-    DEVICE != "cpu" and torch.version.hip is not None, reason="rows of bytes are gathered for AMD's kernels"
-)
 @pytest.mark.parametrize("dim", [576, 512])
 def test_rows_of_bytes_are_read_where_they_lie(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
@@ -334,7 +331,14 @@ def test_greatest_scores_of_several_heads_are_the_definition(gathered: int, monk
     assert (empty == -torch.inf).all()
 
 
-def test_pages_that_begin_on_no_copies_have_their_rows_gathered_on_gpus() -> None:
-    whole, odd = (torch.zeros(3, page_size, 1, 584, dtype=torch.uint8) for page_size in (2, 5))
-    assert flash_mla._begins_on_copies(whole)
-    assert not flash_mla._begins_on_copies(odd)
+@pytest.mark.parametrize(("hip", "bytes_apart"), [(None, 16), ("7.0", 4)])
+def test_pages_that_begin_on_no_loads_have_their_rows_gathered_on_gpus(
+    hip: Optional[str], bytes_apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    whole = torch.zeros(3, 2, 1, 584, dtype=torch.uint8)
+    assert flash_mla._begins_on_loads(whole)
+    apart = torch.zeros(3 * (1168 + bytes_apart), dtype=torch.uint8)
+    odd = apart.as_strided((3, 2, 1, 584), (1168 + bytes_apart // 2, 584, 584, 1))
+    assert not flash_mla._begins_on_loads(odd)
+    assert flash_mla._begins_on_loads(apart.as_strided((3, 2, 1, 584), (1168 + bytes_apart, 584, 584, 1)))

@@ -3,13 +3,12 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
-use fmha_core::lists::list_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
-use crate::lists;
+use crate::lists::{self, TokenParams};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{ALIGN, refuse_row_invariant};
 use crate::sm90_mla::MlaSchedule;
@@ -37,7 +36,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm100MlaTile>(text::NAME, &[text::HEADER]);
-        About { tiles: Some(tiles), takes_lists: true, ..About::new(text::NAME) }
+        About {
+            tiles: Some(tiles),
+            takes_lists: true,
+            takes_second: true,
+            reads_cache_rows: true,
+            reads_masks: true,
+            ..About::new(text::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -134,6 +140,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
             // Turned queries lie in the workspace.
             Operand::Q if problem.cache.rotary.is_none() => ALIGN,
             Operand::K | Operand::V if has_keys => ALIGN,
+            Operand::SecondK | Operand::SecondV => ALIGN,
             Operand::O if tile.vector_store && tile.split_keys == 0 => ALIGN,
             _ => 1,
         }
@@ -148,21 +155,22 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
             }
             (true, true) => gathered::maps::<V::Driver>(call)?,
         };
-        let listed = list_params(call.problem, &call.args.seq);
+        let listed = TokenParams::of(call);
         // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
             let (mut schedule, mut listed, mut gathered) = (schedule, listed, gathered);
-            // A kernel over all keys has two arguments fewer; the driver reads as many as a kernel declares.
+            // A kernel over all keys has two arguments fewer, one over two caches one; the driver reads as many as a
+            // kernel declares.
             let mut arguments = [
                 (&raw mut *params).cast(),
                 (&raw const maps).cast_mut().cast(),
                 (&raw mut schedule).cast(),
-                (&raw mut listed).cast(),
+                listed.as_mut_ptr(),
                 (&raw mut gathered).cast(),
             ];
-            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule, and over lists ListParams and GatheredRows;
-            // `check_fwd` saw that the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule, and over lists ListParams and GatheredRows,
+            // over two caches TwoCachesParams; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
@@ -211,6 +219,10 @@ fn spec_of(problem: &ValidFwd) -> FwdSpec {
 
 fn order_words(problem: &ValidFwd) -> String {
     match problem.lists {
+        _ if problem.walks_caches() => {
+            let keys = problem.most_walked_keys();
+            format!("a pair a tile, those of a token side by side, walks {keys} keys of two caches")
+        }
         Some(lists) => {
             format!("a pair a tile, those of a token side by side, gathers {} entries", lists.topk)
         }
@@ -226,6 +238,8 @@ fn schedule_words(tile: &Sm100MlaTile, schedule: &MlaSchedule) -> String {
         "TMA gathers 4 rows at a time".to_owned()
     } else if tile.by_tma {
         format!("TMA of {} keys at a time", tile.box_keys)
+    } else if tile.row_bytes > 0 {
+        format!("loads of 16 bytes, widened from rows of {} bytes", tile.row_bytes)
     } else if tile.stored.is_fp8() {
         format!("loads of 16 bytes, widened from {}", tile.stored)
     } else {

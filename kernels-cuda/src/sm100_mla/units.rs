@@ -103,7 +103,7 @@ fn of_tiles(
 pub(crate) fn flops(problem: &FwdProblem) -> f64 {
     let dims = problem.dims;
     let a_pair = 2 * (dims.head_dim_qk + dims.head_dim_v);
-    if problem.lists.is_none() {
+    if !problem.walks_lists() {
         return modelled::flops(problem, a_pair);
     }
     let rows = f64::from(dims.batch) * f64::from(dims.seqlen_q) * f64::from(dims.num_heads_q);
@@ -127,6 +127,8 @@ mod tests {
             vector_store: true,
             split_keys: 0,
             listed: true,
+            two_caches: false,
+            row_bytes: 0,
             stored: DType::Bf16,
         };
         for (qk, stored, tensor, shared, loads) in [

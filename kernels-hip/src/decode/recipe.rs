@@ -12,7 +12,7 @@ use fmha_gpu::{
     About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows, update,
 };
 
-use crate::cdna_decode::{CdnaDecodeParams, ListDecodeParams, TwoDecodeParams};
+use crate::cdna_decode::{CdnaDecodeParams, ListDecodeParams, ScaledDecodeParams, TwoDecodeParams};
 use crate::decode::{Parts, merge_threads};
 use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::paths::LoadPath;
@@ -87,7 +87,8 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
             takes_lists: true,
             takes_second: true,
             reads_masks: true,
-            reads_cache_rows: !K::IS_RDNA,
+            reads_cache_rows: true,
+            reads_cache_scales: true,
             ..About::new(K::NAME)
         }
     }
@@ -180,11 +181,17 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         let decode = self.0.params(call.problem, call.args, &fwd);
         let mut two =
             two_caches_params(call.problem, call.args).map(|caches| TwoDecodeParams { decode, caches });
+        let mut scaled = ScaledDecodeParams::of(call.problem, call.args, decode);
         let mut params = ListDecodeParams { decode, lists: list_params(call.problem, &call.args.seq) };
-        let argument = two.as_mut().map_or((&raw mut params).cast(), |two| (&raw mut *two).cast());
+        let argument = match (two.as_mut(), scaled.as_mut()) {
+            (Some(two), _) => (&raw mut *two).cast(),
+            (None, Some(scaled)) => (&raw mut *scaled).cast(),
+            (None, None) => (&raw mut params).cast(),
+        };
         for step in [steps.at(Stage::Main), steps.at(Stage::Merge)].into_iter().flatten() {
-            // SAFETY: both kernels take one TwoDecodeParams, or one ListDecodeParams, or the CdnaDecodeParams at its
-            // start; core saw that its memory covers the problem, and the workspace is as large as the plan says.
+            // SAFETY: both kernels take one TwoDecodeParams, or one ListDecodeParams, or one ScaledDecodeParams, or the
+            // CdnaDecodeParams at its start; core saw that its memory covers the problem, and the workspace is as large
+            // as the plan says.
             unsafe { step.launch(&mut [argument], call.stream)? };
         }
         Ok(())

@@ -384,6 +384,55 @@ fn fp8_rows(cases: &mut Vec<Case>) {
             }
         }
     }
+    for (cache, dtype) in [(DType::E4m3Fn, DType::Bf16), (DType::E5m2, DType::F16)] {
+        // Long enough for parts; rows whose columns waves share; rows read by element.
+        let sizes = [("long", 1, 700, 64), ("wide", 2, 75, 320), ("odd", 5, 75, 37)];
+        for (what, seqlen_q, seqlen_k, head_dim) in sizes {
+            for page_size in [None, Some(8)] {
+                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let name = format!("decode/fp8_rows/{cache}/{dtype}/{what}/{layout}");
+                let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, (4, 2), head_dim), "b");
+                problem.cache.dtype = Some(cache);
+                let mut lengths = used(&mut problem);
+                if let Some(page_size) = page_size {
+                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                }
+                problem.cache.scales = Some(CacheScales::new(&problem, 4));
+                push(cases, name, problem, lengths);
+            }
+        }
+        // Keys behind the last one and before the window, of which some rows see some.
+        let name = format!("decode/fp8_rows/{cache}/{dtype}/hidden/p16");
+        let (mut problem, lengths) = scaled(dtype, cache, 1, Some(16), (5, 0), &name);
+        problem.mask = masked(dtype, problem.dims, "b:9,0").mask;
+        push(cases, name, problem, lengths);
+        if let Some(Body::Forward(forward)) = cases.last_mut().map(|case| &mut case.body) {
+            forward.plant = Plant::HiddenKeys;
+        }
+        // A value that the first rows see and the last ones do not.
+        let name = format!("decode/fp8_rows/{cache}/{dtype}/seen_nan/p16");
+        let (mut problem, lengths) = scaled(dtype, cache, 1, Some(16), (5, 0), &name);
+        problem.mask = masked(dtype, problem.dims, "b:9,0").mask;
+        let place = lengths.block_table.get(4).map_or(0, |page| page.unsigned_abs());
+        push(cases, name, problem, lengths);
+        if let Some(Body::Forward(forward)) = cases.last_mut().map(|case| &mut case.body) {
+            forward.plant = Plant::At(Operand::VScale, [place, 0, 1, 0], f64::NAN);
+        }
+    }
+    // Packed queries beside keys in pages.
+    let name = "decode/fp8_rows/e4m3fn/bf16/packed_queries/p16".to_owned();
+    let sizes = Dims { batch: 3, ..dims(20, 90, (4, 2), 64) };
+    let mixed = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::Bf16, sizes);
+    let lengths = Lengths {
+        cu_seqlens_q: vec![0, 1, 21, 24],
+        seqused_k: vec![90, 33, 0],
+        totals: Totals { total_q: Some(24), ..Totals::NONE },
+        ..Lengths::default()
+    };
+    let mixed = mixed.dtype_cache(DType::E4m3Fn).seqused_k(true);
+    let (mut mixed, lengths) = in_pages(mixed, 16, lengths, &name);
+    mixed.cache.scales = Some(CacheScales::new(&mixed, 16));
+    push(cases, name, mixed, lengths);
     let packed = FwdProblem::group(DType::Bf16, dims(20, 90, (4, 2), 64)).dtype_cache(DType::E4m3Fn);
     let scales = CacheScales::new(&packed, 1);
     let name = "decode/fp8_rows/e4m3fn/bf16/packed".to_owned();

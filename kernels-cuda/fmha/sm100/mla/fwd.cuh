@@ -103,16 +103,21 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
 }
 
 // The kernel over lists of keys: a tile has up to 128 query heads of one token and kv head, and gathers the rows that
-// the token's list names.
-template <FwdSpec spec, Sm100MlaTile tile>
-FMHA_DEVICE void fwd_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const ListParams& lists,
+// the token's list names, or those of two caches.
+// `lists`: a list's parameters, or those of two caches.
+template <FwdSpec spec, Sm100MlaTile tile, class Lists>
+FMHA_DEVICE void fwd_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const Lists& lists,
                            const GatheredRows& gathered) {
   static_assert(tile.listed && spec.mask == MaskKind::Full, "sm100_mla: lists hide keys by their places");
   static_assert(spec.bias == BiasKind::None, "sm100_mla: a place in a list is not a position");
   static_assert(!is_fp8(tile.stored) || !tile.by_tma, "sm100_mla: threads widen what they have copied");
+  static_assert(!tile.two_caches || !tile.by_tma, "sm100_mla: rows of two caches are none of one matrix");
+  static_assert(!tile.two_caches || !is_fp8(tile.stored) || tile.row_bytes > 0,
+                "sm100_mla: two caches are of 16 bits or of rows of bytes");
   Work work = resolve_token<spec, tile>(p, schedule, lists, blockIdx.x / kCtas);
   if (!work.has_rows) return;
-  compute<spec, tile>(p, maps, gathered, work, keys_of_token(p, lists, work), schedule.num_m_blocks > 1);
+  const auto keys = keys_of_token<spec, tile.row_bytes>(p, lists, work);
+  compute<spec, tile>(p, maps, gathered, work, keys, schedule.num_m_blocks > 1);
 }
 
 }  // namespace fmha::sm100::mla

@@ -5,8 +5,8 @@
 // whole boxes all rows are copied, each from where it lies.
 //
 // Over lists of keys TMA gathers four rows by 64 columns at once, and absent ones, whose index is outside the tensor,
-// are zeros. Where rows are none of one matrix (odd distances between pages) they are copied. Caches in FP8 are copied
-// as they are to where they will lie in 16 bits, and widened there.
+// are zeros. Where rows are none of one matrix (odd distances between pages, two caches) they are copied. Caches in
+// FP8, and rows of bytes, are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
 #include <fmha/common/rows_of_lanes.cuh>
 #include <fmha/common/widen.cuh>
@@ -39,10 +39,12 @@ struct Loader {
   Barrier* pending = nullptr;
   // Codes of a cache in FP8 that are pending: chunks of a slot, 0 if there are none.
   static constexpr bool widens = is_fp8(tile.stored);
+  // A factor for all of them, or one for the codes that a lane has of each of its rows.
+  static constexpr int factors = tile.row_bytes > 0 ? Rows::count : 1;
   struct Narrow {
     const Chunk* chunks = nullptr;
     int32_t count = 0;
-    float descale = 1.f;
+    float factor[factors] = {};
   };
   Narrow narrow;
 
@@ -167,18 +169,26 @@ struct Loader {
 
   // Entry of the list for a place; an absent one outside the part's places.
   FMHA_DEVICE int32_t listed_at(int32_t place) const {
-    return place < work.part_keys.begin || place >= work.end ? -1 : keys.list.entry(place);
+    return place < work.part_keys.begin || place >= work.end ? -1 : entry_at(keys.list, place);
   }
-  // The block table's entry of a key that is there.
-  FMHA_DEVICE int32_t page_with(int32_t key) const {
+  // The block table's entry of a key that is there, at a place.
+  FMHA_DEVICE int32_t page_with(int32_t key, int32_t place) const {
+    if constexpr (tile.two_caches) {
+      if (keys.list.is_second(place)) {
+        const TokenList& second = keys.list.second.list;
+        const FwdParams& of = second.p;
+        if (keys.list.second_layout != KvKind::Paged || key < 0 || second.lists.addresses) return 0;
+        return of.block_table[work.span.i_batch * of.block_table_batch + key / of.page_size];
+      }
+    }
     if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
     return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
   }
-  // Codes of a slot lie in its second chunk, in the rows that the warp copies: eight lanes have the 128 codes of a row,
-  // of which each widens sixteen that it has copied itself.
+  // Codes of a slot lie in the last chunk that they will fill, in the rows that the warp copies: eight lanes have the
+  // 128 codes of a row, of which each widens sixteen that it has copied itself.
   const int32_t first_row = 4 * warp + lane / 8, piece = lane % 8;
-  FMHA_DEVICE uint32_t codes_at(const Chunk* chunks, int k) const {
-    return chunks[1].address() + (first_row + k * Rows::apart) * Chunk::span_bytes + 16 * piece;
+  FMHA_DEVICE uint32_t codes_at(const Chunk* chunks, int32_t count, int k) const {
+    return chunks[count - 1].address() + (first_row + k * Rows::apart) * Chunk::span_bytes + 16 * piece;
   }
   template <int count>
   FMHA_DEVICE void copy_codes(const Chunk* to, int32_t column, int32_t dim, const Rows& rows, const void* any) const {
@@ -187,8 +197,15 @@ struct Loader {
     for (int k = 0; k < Rows::count; ++k) {
       const bool there = rows.of_lane[k] != nullptr && column + 16 * piece < dim;
       const uint8_t* from = reinterpret_cast<const uint8_t*>(rows.of_lane[k]) + column + 16 * piece;
-      ptx::cp_async<16>(codes_at(to, k), there ? from : any, there ? 16 : 0);
+      ptx::cp_async<16>(codes_at(to, count, k), there ? from : any, there ? 16 : 0);
     }
+  }
+  // Factor of the lane's codes of its k-th row.
+  FMHA_DEVICE float factor_of(int32_t k) const {
+    float factor = narrow.factor[0];
+#pragma unroll
+    for (int n = 1; n < factors; ++n) factor = k == n ? narrow.factor[n] : factor;
+    return factor;
   }
   // Widens the codes that are pending, a row after the other: more rows at once would spill.
   FMHA_DEVICE void widen() {
@@ -200,7 +217,7 @@ struct Loader {
 #pragma unroll 1
     for (int32_t k = 0; k < rows; ++k) {
       uint32_t codes[4] = {};
-      if (has_some) ptx::ld_shared_v4_b32(codes, codes_at(narrow.chunks, k));
+      if (has_some) ptx::ld_shared_v4_b32(codes, codes_at(narrow.chunks, count, k));
       // Every lane has read what is overwritten.
       __syncwarp();
 #pragma unroll
@@ -209,7 +226,7 @@ struct Loader {
         const bool last = (n == 1) != second;
         const uint32_t eight[2] = {last ? codes[2] : codes[0], last ? codes[3] : codes[1]};
         uint32_t packed[4];
-        widen_word<tile.stored, spec.dtype_qk, true>(eight, narrow.descale, packed);
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, factor_of(k), packed);
         const int32_t column = piece % 4 * 16 + (last ? 8 : 0);
         if (has_some)
           ptx::st_shared_v4(to + fmha::mma::word_offset<Chunk>(first_row + k * Rows::apart, column), packed);
@@ -217,9 +234,20 @@ struct Loader {
     }
   }
 
-  // Where the row of a key lies, whose page the block table says; batch -1: it is absent.
-  FMHA_DEVICE KvRow listed_row(int32_t key, int32_t page) const {
+  // Where the row of a key at a place lies, whose page the block table says; batch -1: it is absent. A row of the
+  // second cache is its complement.
+  FMHA_DEVICE KvRow listed_row(int32_t key, int32_t page, int32_t place) const {
     if (key < 0) return {-1, 0};
+    if constexpr (tile.two_caches) {
+      if (keys.list.is_second(place)) {
+        const TokenList& second = keys.list.second.list;
+        const FwdParams& of = second.p;
+        if (keys.list.second_layout != KvKind::Paged) return {second.span.i_batch, ~(second.span.k_row + key)};
+        const int32_t of_address = key / of.page_size;
+        return {second.lists.addresses ? of_address : clamp(page, 0, of.num_pages - 1),
+                ~(key - of_address * of.page_size)};
+      }
+    }
     if constexpr (spec.kv_layout == KvKind::Paged) {
       const int32_t of_address = key / p.page_size;
       return {keys.list.lists.addresses ? of_address : clamp(page, 0, p.num_pages - 1),
@@ -234,6 +262,7 @@ struct Loader {
   struct Brought {
     int32_t indices[4];
     Rows rows;
+    Rows scales;  // of rows of bytes
   };
   // Lanes 0-15 have found rows of the block's first half, the others of the second.
   FMHA_DEVICE Brought brought(const View& view, const MatrixRows& matrix, KvRow found, int32_t half) const {
@@ -243,12 +272,63 @@ struct Loader {
       const int32_t own = found.batch < 0 ? -1 : index;
 #pragma unroll
       for (int k = 0; k < 4; ++k) to.indices[k] = ptx::shfl_idx(own, 16 * half + lane % 4 * 4 + k);
+    } else if constexpr (tile.row_bytes > 0) {
+      const bool there = found.batch >= 0;
+      const BytesOfRow at = keys.list.template bytes_of<tile.row_bytes>(there ? found : KvRow{0, 0});
+      to.rows = Rows::told(there ? reinterpret_cast<Row>(at.row) : nullptr, lane, 16 * half);
+      to.scales = Rows::told(reinterpret_cast<Row>(at.scales), lane, 16 * half);
     } else {
-      const int64_t at = row_offset(view, found, work.i_head_kv) * size_bytes(tile.stored);
+      constexpr int bytes = size_bytes(tile.stored);
+      const int64_t at = keys.list.template offset<bytes>(view, found, work.i_head_kv) * bytes;
       const Row row = reinterpret_cast<Row>(static_cast<const uint8_t*>(view.data) + at);
       to.rows = Rows::told(found.batch < 0 ? nullptr : row, lane, 16 * half);
     }
     return to;
+  }
+  // A slot of rows of bytes, of which the first `codes` chunks are values, and the next one of `count` is of bf16. The
+  // scales are asked for while the copies are under way.
+  using Format = RowFormat<(tile.row_bytes > 0 ? tile.row_bytes : 656)>;
+  template <int codes, int count>
+  FMHA_DEVICE void load_bytes(const Brought& from, int32_t column) {
+    static_assert(codes <= count && count <= codes + 1, "values, and then at most one chunk of bf16");
+    wait_empty();
+    const Chunk* to = smem.kv[ring.index].chunks;
+    if constexpr (codes > 0) copy_codes<codes>(to, column, Format::values, from.rows, p.k.data);
+    if constexpr (count > codes) {
+#pragma unroll
+      for (int k = 0; k < Rows::count; ++k) {
+        const bool there = from.rows.of_lane[k] != nullptr;
+        const uint8_t* row = reinterpret_cast<const uint8_t*>(from.rows.of_lane[k]) + Format::rotary + 16 * piece;
+        const uint32_t place = fmha::mma::word_offset<Chunk>(first_row + k * Rows::apart, 8 * piece);
+        ptx::cp_async<16>(to[codes].address() + place, there ? row : p.k.data, there ? 16 : 0);
+      }
+    }
+    finish_copies(smem.kv_full[ring.index]);
+    narrow.chunks = to;
+    narrow.count = codes;
+    if constexpr (codes > 0) {
+      const int32_t group = (column + 16 * piece) / Format::group;
+#pragma unroll
+      for (int k = 0; k < factors; ++k)
+        narrow.factor[k] = from.rows.of_lane[k] ? scale_of(from.scales.of_lane[k], group) : 1.f;
+    }
+    ring.advance();
+  }
+  FMHA_DEVICE static float scale_of(Row scales, int32_t group) {
+    group = min(group, Format::values / Format::group - 1);
+    if constexpr (Format::in_page_tail) return e8m0(reinterpret_cast<const uint8_t FMHA_GLOBAL*>(scales)[group]);
+    else return reinterpret_cast<const float FMHA_GLOBAL*>(scales)[group];
+  }
+  // Columns of all slots of K's or V's rows of bytes: those of values alone, and one that ends with bf16.
+  FMHA_DEVICE void load_bytes_at(const Brought& from, int32_t column) {
+    constexpr int32_t whole = Format::values / (2 * kSpan) * (2 * kSpan);
+    if constexpr (whole == Format::values) {
+      load_bytes<2, 2>(from, column);
+    } else if (column < whole) {
+      load_bytes<2, 2>(from, column);
+    } else {
+      load_bytes<1, 2>(from, column);
+    }
   }
   // A slot of those rows. Each warp brings its own sixteen.
   template <int count>
@@ -270,7 +350,7 @@ struct Loader {
       const HeadScalars& descale = &view == &p.v ? p.descale_v : p.descale_k;
       copy_codes<count>(to, column, dim, from.rows, view.data);
       finish_copies(full);
-      narrow = {to, count, scalar_of(descale, work.span.i_batch, work.i_head_kv, 1.f)};
+      narrow = {to, count, {scalar_of(descale, work.span.i_batch, work.i_head_kv, 1.f)}};
     } else {
       copy_chunks<count>(to, column, dim, from.rows, view.data);
       finish_copies(full);
@@ -279,6 +359,12 @@ struct Loader {
   }
   FMHA_DEVICE void load_listed_k(KvRow found) {
     const Brought from = brought(p.k, gathered.k, found, rank);
+    if constexpr (tile.row_bytes > 0) {
+#pragma unroll 1
+      for (int32_t slot = 0; slot < P::chunks_k / 2; ++slot) load_bytes_at(from, slot * 2 * kSpan);
+      if constexpr (P::chunks_k % 2 == 1) load_bytes<0, 1>(from, Format::values);
+      return;
+    }
 #pragma unroll 1
     for (int32_t slot = 0; slot < P::chunks_k / 2; ++slot)
       load_listed<2>(from, p.k, maps.k, spec.head_dim_qk, slot * 2 * kSpan, ptx::CacheHint::EvictLast);
@@ -290,8 +376,11 @@ struct Loader {
     for (int32_t half = 0; half < kCtas; ++half) {
       const Brought from = brought(p.v, gathered.v, found, half);
 #pragma unroll 1
-      for (int32_t group = 0; group < P::groups_v; ++group)
-        load_listed<2>(from, p.v, maps.v, spec.head_dim_v, group * kGroup + rank * (kGroup / kCtas), hint_of_v);
+      for (int32_t group = 0; group < P::groups_v; ++group) {
+        const int32_t column = group * kGroup + rank * (kGroup / kCtas);
+        if constexpr (tile.row_bytes > 0) load_bytes_at(from, column);
+        else load_listed<2>(from, p.v, maps.v, spec.head_dim_v, column, hint_of_v);
+      }
     }
   }
   // Tells the softmax which keys of the i-th block are there, by the warp's word. Once the block's slots of K are free,
@@ -307,17 +396,18 @@ struct Loader {
     load_q();
     const int32_t num_blocks = ptx::uniform(work.num_blocks);
     int32_t place = work.last_block * kKeys + lane / 16 * kHalf + found_row;
-    int32_t key = keys.list.key_of(listed_at(place), place), page = page_with(key), entry = listed_at(place - kKeys);
+    int32_t key = key_with(keys.list, listed_at(place), place), page = page_with(key, place);
+    int32_t entry = listed_at(place - kKeys);
     KvRow before = {-1, 0};
 #pragma unroll 1
     for (int32_t i = 0; i <= num_blocks; ++i) {
       KvRow found = {-1, 0};
       if (i < num_blocks) {
-        found = listed_row(key, page);
+        found = listed_row(key, page, place);
         const uint32_t present = ptx::vote_ballot(key >= 0);
         place -= kKeys;
-        key = keys.list.key_of(entry, place);
-        page = page_with(key);
+        key = key_with(keys.list, entry, place);
+        page = page_with(key, place);
         entry = listed_at(place - kKeys);
         load_listed_k(found);
         tell(i, present);

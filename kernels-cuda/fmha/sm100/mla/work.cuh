@@ -2,7 +2,7 @@
 // one token, and a key is a place in the token's list.
 #pragma once
 #include <fmha/common/part_keys.cuh>
-#include <fmha/common/token_keys.cuh>
+#include <fmha/common/two_cache_keys.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
@@ -68,15 +68,22 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
 }
 
 // The keys of the token whose heads are a pair's rows.
-FMHA_DEVICE KeysOfToken<TokenList> keys_of_token(const FwdParams& p, const ListParams& lists, const Work& work) {
+template <FwdSpec spec, int row_bytes>
+FMHA_DEVICE KeysOfToken<TokenList, row_bytes> keys_of_token(const FwdParams& p, const ListParams& lists,
+                                                            const Work& work) {
   return {{p, lists, work.span, work.band, work.end_query - 1, work.i_head_kv}};
+}
+template <FwdSpec spec, int row_bytes>
+FMHA_DEVICE KeysOfToken<TwoCaches, row_bytes> keys_of_token(const FwdParams& p, const TwoCachesParams& caches,
+                                                            const Work& work) {
+  return {TwoCaches::of(p, caches, spec.q_layout, work.span, work.end_query - 1, work.i_head_kv)};
 }
 
 // Tiles of a token lie side by side, so that their gathers meet in the L2. Every part of every token is a tile, one
 // without keys too: the merge reads all of them.
-template <FwdSpec spec, Sm100MlaTile tile>
-FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, const ListParams& lists,
-                               int32_t index) {
+// `lists`: a list's parameters, or those of two caches.
+template <FwdSpec spec, Sm100MlaTile tile, class Lists>
+FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, const Lists& lists, int32_t index) {
   Work work;
   const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
   const int32_t sequence_and_head = heads_and_parts / schedule.num_parts;
@@ -91,7 +98,7 @@ FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, 
   work.has_rows = i < work.span.seqlen_q;
   if (!work.has_rows) return work;
   work.band = resolve_band(p.mask, work.span.seqlen_q, work.span.seqlen_k);
-  const int32_t count = keys_of_token(p, lists, work).list.count();
+  const int32_t count = keys_of_token<spec, tile.row_bytes>(p, lists, work).list.count();
   work.part_keys = {0, count};
   if constexpr (tile.split_keys > 0) {
     const int32_t part_keys = keys_of_a_part(schedule.most_keys, schedule.num_parts, kKeys);
@@ -106,7 +113,8 @@ FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, 
 
 // Leaves out the last blocks as long as no key is there, as at the end of a list that is not full. All threads of both
 // CTAs of a pair come to the same number.
-FMHA_DEVICE void leave_out_absent(Work& work, const TokenList& list) {
+template <class List>
+FMHA_DEVICE void leave_out_absent(Work& work, const List& list) {
   while (work.num_blocks > 0) {
     const int32_t place = work.last_block * kKeys + int32_t(threadIdx.x);
     const bool looks = threadIdx.x < kKeys && place >= work.part_keys.begin && place < work.end;

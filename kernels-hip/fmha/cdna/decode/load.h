@@ -53,10 +53,10 @@ FMHA_DEVICE float widened(uint32_t word) {
   return fmha::decode(format_of(dtype), word >> (8 * at) & 0xff);
 }
 
-// Two FP8 codes of a word, bytes `at` and `at + 1`, times a descale, in a 16-bit type, each rounded once.
+// Two FP8 codes, bytes `at` of two words, each times its factor, in a 16-bit type, each rounded once.
 template <CdnaDecodeSpec spec, int at>
-FMHA_DEVICE uint32_t widened_pair(uint32_t first, uint32_t second, float descale) {
-  const float a = widened<spec.stored, at>(first) * descale, b = widened<spec.stored, at>(second) * descale;
+FMHA_DEVICE uint32_t widened_pair(uint32_t first, uint32_t second, float of_first, float of_second) {
+  const float a = widened<spec.stored, at>(first) * of_first, b = widened<spec.stored, at>(second) * of_second;
   if constexpr (spec.dtype == DType::F16) return __builtin_bit_cast(uint32_t, Vec<f16, 2>{f16(a), f16(b)});
   return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
 }
@@ -68,7 +68,8 @@ FMHA_DEVICE Frag widened_chunk(uint32_t low, uint32_t high, float descale) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const uint32_t word = w < 2 ? low : high;
-    frag[w] = w % 2 ? widened_pair<spec, 2>(word, word >> 8, descale) : widened_pair<spec, 0>(word, word >> 8, descale);
+    frag[w] = w % 2 ? widened_pair<spec, 2>(word, word >> 8, descale, descale)
+                    : widened_pair<spec, 0>(word, word >> 8, descale, descale);
   }
   return frag;
 }
@@ -80,6 +81,7 @@ struct KTile {
   static constexpr int loads = C::qk_steps / C::steps_of_load;
   static constexpr int words = C::steps_of_load * 2 * C::stored_bytes;  // of a load
   Vec<uint32_t, words> chunks[loads];
+  float factor;  // of the lane's key, where rows have scales of their own
 
   // Loads the columns from step `latent_steps` on; earlier columns are loaded with V.
   template <class Places>
@@ -93,6 +95,7 @@ struct KTile {
     } else {
         row = static_cast<const uint8_t*>(p.k.data) + Places::template offset<false, C::stored_bytes>(p, at, job.i_head_kv);
     }
+    if constexpr (spec.scaled) factor = Places::template factor<false>(at, job.i_head_kv);
     const int half = lane_half(), i_wave = column_wave<spec>();
 #pragma unroll
     for (int c = C::latent_steps; c < loads; ++c) {
@@ -119,7 +122,10 @@ template <CdnaDecodeSpec spec>
 struct VTile {
   using C = Config<spec>;
   uint32_t words[C::pv_steps][8][C::v_words];
-  int scale = 0;  // of rows of bytes: the scales of the wave's columns, of the key that the lane's number is
+  // Scale of the key that the lane's number is: bits of its row's own, or of rows of bytes those of the wave's columns.
+  int scale = 0;
+  // Factors of the eight keys of an operand.
+  using Factors = Array<float, 8>;
 
   // `at`: of the key that the lane's number is, in both halves of the wave.
   template <class Places>
@@ -136,6 +142,7 @@ struct VTile {
       offset = own.row - static_cast<const uint8_t*>(v.data);
     } else {
       offset = Places::template offset<true, C::stored_bytes>(params.call.fwd, at, job.i_head_kv);
+      if constexpr (spec.scaled) scale = int(bits_of(Places::template factor<true>(at, job.i_head_kv)));
     }
     const float low = float_of(uint32_t(offset)), high = float_of(uint32_t(offset >> 32));  // bits
     const int half = lane_half(), first = column_wave<spec>() * C::wave_columns + lane_col() * C::columns;
@@ -194,15 +201,29 @@ struct VTile {
     }
   }
 
+  // Factors of the keys of step `s`: `descale`, or their rows' own scales.
+  FMHA_DEVICE Factors factors(int s, float descale) const {
+    Factors factors;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if constexpr (spec.scaled) {
+        factors[j] = float_of(uint32_t(ds_bpermute_b32(key_of(s, j, 0) + lane_half() * kRun, scale)));
+      } else {
+        factors[j] = descale;
+      }
+    }
+    return factors;
+  }
+
   // Eight keys of the lane's column `n`, an operand of step `s`.
   template <int n>
-  FMHA_DEVICE Frag frag(int s, float descale) const {
+  FMHA_DEVICE Frag frag(int s, const Factors& factors) const {
     Frag frag;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const uint32_t a = words[s][2 * w][n * C::stored_bytes / 4], b = words[s][2 * w + 1][n * C::stored_bytes / 4];
       if constexpr (C::stored_bytes == 1) {
-        frag[w] = widened_pair<spec, n % 4>(a, b, descale);
+        frag[w] = widened_pair<spec, n % 4>(a, b, factors[2 * w], factors[2 * w + 1]);
       } else {
         constexpr uint32_t kLowHalves = 0x05040100, kHighHalves = 0x07060302;
         frag[w] = v_perm_b32(b, a, n % 2 ? kHighHalves : kLowHalves);

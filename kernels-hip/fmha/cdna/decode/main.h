@@ -82,7 +82,7 @@ struct Wave {
     Acc s = {};
 #pragma unroll
     for (int c = 0; c < C::qk_steps; ++c) {
-      const Frag frag = c < C::latent_steps ? latent.frag(c) : k.frag(c, descale_k);
+      const Frag frag = c < C::latent_steps ? latent.frag(c) : k.frag(c, spec.scaled ? k.factor : descale_k);
 #pragma unroll
       for (int part = 0; part < Mma<spec.dtype>::parts; ++part) s = mma_part<spec.dtype>(frag, q[c], part, s);
     }
@@ -157,8 +157,9 @@ struct Wave {
     bool zeroed = false;
 #pragma unroll
     for (int step = 0; step < C::pv_steps; ++step) {
+      const auto factors = v.factors(step, descale_v);
       for_each<0, C::columns>([&](auto n) __attribute__((always_inline)) {
-        Frag frag = v.template frag<n.value>(step, descale_v);
+        Frag frag = v.template frag<n.value>(step, factors);
         if (is_partly_masked) {
           uint32_t found = 0;
 #pragma unroll
@@ -223,14 +224,16 @@ struct Wave {
 #pragma nounroll
     for (int32_t key = first_key; key < end; ++key) {
       if (!sees_in_band(key) || (params.tree_mask && !sees_in_tree(params, key))) continue;
-      const int64_t from = row_offset(p.v, kv_row(p, job.layout, job.span, key), job.i_head_kv);
+      const KvRow at = kv_row(p, job.layout, job.span, key);
+      const int64_t from = row_offset(p.v, at, job.i_head_kv);
+      const float factor = spec.scaled ? ScaledPlaces::factor<true>(at, job.i_head_kv) : descale_v;
 #pragma nounroll
       for (int32_t i = 0; i < 16 * C::columns; ++i) {
         const int32_t d = column_wave<spec>() * C::wave_columns + acc_row(i / C::columns, lane_half()) * C::columns +
                           i % C::columns;
         if (d >= params.call.head_dim_v) continue;
         float value = load_elem<spec.stored>(p.v.data, from + d * p.v.dim);
-        if constexpr (is_fp8(spec.stored)) value = round_to<spec.dtype>(value * descale_v);
+        if constexpr (is_fp8(spec.stored)) value = round_to<spec.dtype>(value * factor);
         if (value - value != 0.f) to[d] += value;
       }
     }
@@ -242,8 +245,10 @@ FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodePar
 
 // Where the keys of a kernel come from.
 template <CdnaDecodeSpec spec>
+using RunsOf = typename Choose<spec.scaled, ScaledPlaces, SequencePlaces>::type;
+template <CdnaDecodeSpec spec>
 using PlacesOf = typename Choose<spec.two_caches, TwoPlaces,
-                                 typename Choose<spec.listed, ListPlaces, SequencePlaces>::type>::type;
+                                 typename Choose<spec.listed, ListPlaces, RunsOf<spec>>::type>::type;
 
 // `columns`: how waves that share columns exchange sums (columns.h).
 template <CdnaDecodeSpec spec, class Columns>

@@ -3,6 +3,7 @@
 #include <fmha/cache_rows.h>
 #include <fmha/cdna/decode/tile.h>
 #include <fmha/cdna/span.h>
+#include <fmha/isa/sched.h>
 #include <fmha/mask.h>
 
 namespace fmha::cdna::decode {
@@ -101,6 +102,21 @@ class SequencePlaces : public OneCache {
   // Rows of the tile that `find` has looked for.
   FMHA_DEVICE KvRow row(const FwdParams& p, const Job& job) { return places_.row(p, job); }
   FMHA_DEVICE uint32_t shown() const { return ~0u; }
+};
+
+// Places of keys whose rows in an FP8 cache have scales of their own.
+class ScaledPlaces : public SequencePlaces {
+ public:
+  using SequencePlaces::SequencePlaces;
+
+  // The scale of a row of K, or V.
+  template <bool of_v>
+  static FMHA_DEVICE float factor(KvRow at, int32_t i_head_kv) {
+    const ScaledDecodeParams& params = reload_params<ScaledDecodeParams>();
+    const View& scales = of_v ? params.v_scale : params.k_scale;
+    const KvRow block = {at.batch, int32_t(uint32_t(at.row) / uint32_t(params.scale_block))};
+    return ((const float FMHA_GLOBAL*)scales.data)[row_offset(scales, block, i_head_kv)];
+  }
 };
 
 // Tiles of a work item's keys that some row sees, those of sink columns first. Tiles and parts begin at multiples

@@ -61,8 +61,9 @@ struct ListJob : Job {
   FMHA_DEVICE uint32_t shown_word(int32_t, int32_t) const { return shown; }
 };
 
-template <CdnaSpec spec, RdnaTile tile>
-struct Lds {
+// `row_bytes`: of a key, where the cache has rows of bytes.
+template <CdnaSpec spec, RdnaTile tile, bool scaled = false, int row_bytes = 0>
+struct Lds : LdsOfScales<tile.block_n, scaled, row_bytes> {
   using C = Config<spec, tile>;
   typename C::Lds tiles;
   Places<tile.block_n> k_places, v_places;
@@ -72,10 +73,10 @@ struct Lds {
 
 // Adds the products of the waves that share columns: sums of two waves first, then those of both pairs,
 // so that all four get equal bits. The barriers between tiles separate the next tile's sums from these.
-template <CdnaSpec spec, RdnaTile tile>
+template <CdnaSpec spec, RdnaTile tile, class Lds>
 struct SharedColumns {
   using C = Config<spec, tile>;
-  Lds<spec, tile>& lds;
+  Lds& lds;
 
   FMHA_DEVICE void add_others(Scores<spec, tile>& s) const {
     if constexpr (C::column_waves == 1) return;
@@ -171,7 +172,7 @@ FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
 
 // Adds the values that were written to LDS as 0, element by element; only inputs
 // with NaN or infinity get here. A lane adds to elements that it has stored itself.
-template <CdnaSpec spec, RdnaTile tile, DType stored>
+template <CdnaSpec spec, RdnaTile tile, DType stored, bool scaled>
 FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job, int32_t first_key) {
   if (!is_a_row<spec, tile>(job)) return;
   const CdnaDecodeParams& params = again();
@@ -182,24 +183,35 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job
 #pragma nounroll
   for (int32_t key = first_key; key < end; ++key) {
     if (!job.sees(wave.query, key)) continue;
-    const int64_t from = row_offset(p.v, kv_row(p, job.layout, job.span, key), job.i_head_kv);
+    const KvRow at = kv_row(p, job.layout, job.span, key);
+    const int64_t from = row_offset(p.v, at, job.i_head_kv);
+    const float factor = scaled ? cdna::decode::ScaledPlaces::factor<true>(at, job.i_head_kv) : descale;
 #pragma nounroll
     for (int32_t i = 0; i < Config<spec, tile>::d_blocks * kAccElems; ++i) {
       const int32_t column = first_column<spec, tile>(i / kAccElems) + i % kAccElems;
       if (column >= params.call.head_dim_v) continue;
       float value = load_elem<stored>(p.v.data, from + column * p.v.dim);
-      if constexpr (is_fp8(stored)) value = round_to<spec.dtype_v>(value * descale);
+      if constexpr (is_fp8(stored)) value = round_to<spec.dtype_v>(value * factor);
       if (value - value != 0.f) to[column] += value;
     }
   }
 }
 
-template <CdnaSpec spec, RdnaTile tile, DType stored, class KeyPlaces, class Piece>
-FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
+template <CdnaSpec spec, RdnaTile tile, DType stored, class KeyPlaces, int row_bytes = 0, class Piece, class Lds>
+FMHA_DEVICE void compute(Piece& job, Lds& lds) {
   using C = Config<spec, tile>;
-  constexpr bool listed = !__is_same(KeyPlaces, cdna::decode::SequencePlaces);
-  using OfCache = CacheRows<spec.dtype_qk, stored, tile.block_n, listed>;
+  constexpr bool scaled = __is_same(KeyPlaces, cdna::decode::ScaledPlaces);
+  constexpr bool listed = !scaled && !__is_same(KeyPlaces, cdna::decode::SequencePlaces);
+  using OfCache = CacheRows<spec.dtype_qk, stored, tile.block_n, listed, scaled>;
   static_assert(tile.block_n <= C::num_threads, "a key of a tile to each thread");
+  const auto factors_of = [&](const HeadScalars& descale, bool of_v) __attribute__((always_inline)) {
+    if constexpr (scaled) {
+      return Factors<tile.block_n, true>{of_v ? lds.v_factors : lds.k_factors};
+    } else {
+      const float of_all = is_fp8(stored) ? scalar_of(descale, job.span.i_batch, job.i_head_kv, 1.f) : 1.f;
+      return Factors<tile.block_n, false>{of_all};
+    }
+  };
   constexpr int bytes = size_bytes(stored);
   Wave<spec, tile> wave = wave_of<spec, tile>(again().call.fwd, job);
   const auto tiles = cdna::decode::PartTiles<tile.block_n>::of(job);
@@ -219,8 +231,18 @@ FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
       const uint32_t shown = places.shown();
       if (at >= tile.block_n) return;
       const bool is_there = !listed || (shown >> at & 1);
-      lds.k_places.put(at, is_there ? KeyPlaces::template offset<false, bytes>(p, row, job.i_head_kv) : kNoRow);
-      lds.v_places.put(at, is_there ? KeyPlaces::template offset<true, bytes>(p, row, job.i_head_kv) : kNoRow);
+      if constexpr (row_bytes > 0) {
+        const BytesOfRow of_row = KeyPlaces::template bytes_of<row_bytes>(p, row);
+        lds.k_places.put(at, is_there ? of_row.row - static_cast<const uint8_t*>(p.k.data) : kNoRow);
+        lds.scales.put(at, of_row.scales);
+      } else {
+        lds.k_places.put(at, is_there ? KeyPlaces::template offset<false, bytes>(p, row, job.i_head_kv) : kNoRow);
+        lds.v_places.put(at, is_there ? KeyPlaces::template offset<true, bytes>(p, row, job.i_head_kv) : kNoRow);
+      }
+      if constexpr (scaled) {
+        lds.k_factors.put(at, KeyPlaces::template factor<false>(row, job.i_head_kv));
+        lds.v_factors.put(at, KeyPlaces::template factor<true>(row, job.i_head_kv));
+      }
       if (listed && at == 0) lds.shown = shown | ~bits_below(tile.block_n);
     };
     places.find(again().call.fwd, job, tiles, 0, opaque_thread_idx());
@@ -230,21 +252,29 @@ FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
       const int32_t first_key = tiles.first_key(n), num_keys = job.span.seqlen_k - first_key;
       const CdnaDecodeParams& params = again();
       const FwdParams& p = params.call.fwd;
-      const int32_t i_batch = job.span.i_batch, i_head = job.i_head_kv;
       s_barrier();  // all waves have read the previous tile; this one's places are there
       if constexpr (listed) job.shown = v_readfirstlane_b32(lds.shown);
-      copy_k<spec, tile>(lds.tiles.k, OfCache{
-          static_cast<const uint8_t*>(p.k.data), lds.k_places, bytes, num_keys, params.call.head_dim_qk,
-          is_fp8(stored) ? scalar_of(p.descale_k, i_batch, i_head, 1.f) : 1.f});
-      zeroed |= copy_v<spec, tile>(lds.tiles.v, OfCache{
-          static_cast<const uint8_t*>(p.v.data), lds.v_places, p.v.dim * bytes, num_keys, params.call.head_dim_v,
-          is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
-          // Rows that a list does not name are 0, and all rows of the tile see all others.
-          !listed && !needs_no_mask<spec, tile>(job, job.queries, first_key));
+      if constexpr (row_bytes > 0) {
+        using OfBytes = BytesRows<tile.block_n, row_bytes>;
+        const uint8_t* const from = static_cast<const uint8_t*>(p.k.data);
+        copy_k<spec, tile>(lds.tiles.k, OfBytes{from, lds.k_places, lds.scales, num_keys, params.call.head_dim_qk});
+        const OfBytes of_v = {from, lds.k_places, lds.scales, num_keys, params.call.head_dim_v};
+        copy_v<spec, tile>(lds.tiles.v, of_v, false);
+      } else {
+        copy_k<spec, tile>(lds.tiles.k, OfCache{
+            static_cast<const uint8_t*>(p.k.data), lds.k_places, factors_of(p.descale_k, false), bytes, num_keys,
+            params.call.head_dim_qk});
+        zeroed |= copy_v<spec, tile>(lds.tiles.v, OfCache{
+            static_cast<const uint8_t*>(p.v.data), lds.v_places, factors_of(p.descale_v, true), p.v.dim * bytes,
+            num_keys, params.call.head_dim_v},
+            // Rows that a list does not name are 0, and all rows of the tile see all others.
+            !listed && !needs_no_mask<spec, tile>(job, job.queries, first_key));
+      }
       s_barrier();  // all waves have copied the tile, and may read it
       // The last step computes the last tile's places again, without reading them.
       places.find(again().call.fwd, job, tiles, n + 1, opaque_thread_idx());
-      tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
+      tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key,
+                            SharedColumns<spec, tile, Lds>{lds});
       // Keeps the products before the branch in `put`. After it,
       // all operands of V would stay live: 442 spills at D 256.
 #pragma unroll
@@ -268,13 +298,15 @@ FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
 #pragma nounroll
   for (int32_t n = 0; n < tiles.count; ++n) {
     const int32_t first_key = tiles.first_key(n);
-    if (!needs_no_mask<spec, tile>(job, job.queries, first_key)) add_back_nonfinite<spec, tile, stored>(wave, job, first_key);
+    if (!needs_no_mask<spec, tile>(job, job.queries, first_key))
+      add_back_nonfinite<spec, tile, stored, scaled>(wave, job, first_key);
   }
 }
 
-template <CdnaSpec spec, RdnaTile tile, DType stored>
+// `KeyPlaces`: SequencePlaces, or ScaledPlaces.
+template <CdnaSpec spec, RdnaTile tile, DType stored, class KeyPlaces>
 FMHA_DEVICE void run(const CdnaDecodeParams& params) {
-  __shared__ Lds<spec, tile> lds;
+  __shared__ Lds<spec, tile, __is_same(KeyPlaces, cdna::decode::ScaledPlaces)> lds;
   const FwdParams& p = params.call.fwd;
   Job job;
   job.scale = p.softmax_scale;
@@ -282,22 +314,24 @@ FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   job.has_tree = params.tree_mask != nullptr;
   const bool is_first_wave = v_readfirstlane_b32(thread_idx() / kWaveSize) == 0;
   cdna::decode::walk_piece<tile.block_m>(params, workgroup_idx(), is_first_wave, job, [&]() __attribute__((always_inline)) {
-    compute<spec, tile, stored, cdna::decode::SequencePlaces>(job, lds);
+    compute<spec, tile, stored, KeyPlaces>(job, lds);
     s_barrier();  // all waves know whether any has zeroed values, before they say so of the next keys
   });
 }
 
 // `KeyPlaces`: those of lists, or of two caches.
-template <CdnaSpec spec, RdnaTile tile, DType stored, class KeyPlaces>
+template <CdnaSpec spec, RdnaTile tile, DType stored, class KeyPlaces, int row_bytes>
 FMHA_DEVICE void run_listed(const CdnaDecodeParams& params) {
-  __shared__ Lds<spec, tile> lds;
+  static_assert(row_bytes == 0 || (!Config<spec, tile>::by_element && stored == DType::Bf16),
+                "rows of bytes are read by pieces");
+  __shared__ Lds<spec, tile, false, row_bytes> lds;
   ListJob job;
   job.scale = params.call.fwd.softmax_scale;
   job.scale_keys = params.scale_keys;
   job.has_tree = false;
   job.shown = ~0u;
   if (cdna::decode::list_job<tile.block_m, KeyPlaces>(params, workgroup_idx(), job)) {
-    compute<spec, tile, stored, KeyPlaces>(job, lds);
+    compute<spec, tile, stored, KeyPlaces, row_bytes>(job, lds);
   }
 }
 
