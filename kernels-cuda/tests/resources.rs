@@ -1088,6 +1088,15 @@ fn list_kernels(room: Room) -> Vec<(String, KernelSource)> {
         kernels.push((format!("fwd_{name}"), sm80::fwd_lists(&spec, &tile)));
         let part = Sm80Tile { split_keys: 512, fixed_parts: true, ..tile };
         kernels.push((format!("part_{name}"), sm80::fwd_lists(&split::part_spec(&spec), &part)));
+        if dim_qk == 128 {
+            // Tokens of 16 heads whose blocks a tile unites, under a causal mask.
+            let blocks = |size| KeyLists::new(&problem, 16).entries(ListEntries::Blocks { size });
+            for size in [32, 64] {
+                let united = problem.clone().lists(blocks(size)).mask("b".parse().unwrap());
+                let tile = sm80::united_tile(&united, room).unwrap();
+                kernels.push((format!("union_{name}_b{size}"), sm80::fwd_lists(&FwdSpec::of(&united), &tile)));
+            }
+        }
         let spec = BwdSpec::of(&backward);
         for ordered in [false, true] {
             let tile = sm80_lists_bwd::choose_tile(&backward, &spec, room, ordered);

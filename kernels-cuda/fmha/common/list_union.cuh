@@ -23,26 +23,32 @@ constexpr int32_t kNoKey = 2147483647;
 struct SortedList {
   const int32_t* first_keys;
   int32_t count, block;  // entries, and keys that each stands for
-  int32_t at = 0;
+  int32_t at, now;       // an entry, and its first key
+
+  FMHA_DEVICE static SortedList of(const int32_t* first_keys, int32_t count, int32_t block) {
+    return {first_keys, count, block, 0, count > 0 ? first_keys[0] : kNoKey};
+  }
+  FMHA_DEVICE int32_t key_at(int32_t entry) const { return entry < count ? first_keys[entry] : kNoKey; }
 
   // Leaves behind the entries whose keys all lie before this one.
   FMHA_DEVICE void advance(int32_t from) {
-    while (at < count && first_keys[at] <= from - block) ++at;
+    while (now <= from - block) now = key_at(++at);
   }
   // The first key at or behind `from`, which the list has advanced to.
-  FMHA_DEVICE int32_t next(int32_t from) const { return at < count ? max(first_keys[at], from) : kNoKey; }
+  FMHA_DEVICE int32_t next(int32_t from) const { return max(now, from); }
 
   // Groups of the `keys` from `first` on that the list names more than `pass` times; raises `most` to how often it
   // names one.
   FMHA_DEVICE uint32_t groups(int32_t first, int32_t keys, int32_t pass, uint32_t& most) const {
     uint32_t found = 0, times = 0;
-    for (int32_t e = at; e < count && first_keys[e] < first + keys; ++e) {
-      const int32_t begin = first_keys[e] - first;
-      times = e > at && first_keys[e] == first_keys[e - 1] ? times + 1 : 1;
+    int32_t before = -1;
+    for (int32_t e = at, key = now; key < first + keys; key = key_at(++e)) {
+      times = key == before ? times + 1 : 1;
       most = max(most, times);
+      before = key;
       if (times != uint32_t(pass) + 1) continue;
-      const int32_t end = min(begin + block, keys) / kGroupKeys;
-      found |= ~uint32_t(0) >> (32 - end) & ~uint32_t(0) << max(begin, 0) / kGroupKeys;
+      const int32_t begin = max(key - first, 0) / kGroupKeys, end = min(key - first + block, keys) / kGroupKeys;
+      found |= ~uint32_t(0) >> (32 - end) & ~uint32_t(0) << begin;
     }
     return found;
   }
@@ -72,7 +78,7 @@ struct KeysOfUnion {
   FMHA_DEVICE int32_t block_of(int32_t step) const { return blocks()[step]; }
   FMHA_DEVICE uint32_t groups_of(int32_t step) const { return uint32_t(groups()[step]); }
   FMHA_DEVICE SortedList list_of(int32_t token) const {
-    return {words + token * lists.topk, lists.topk, lists.block};
+    return SortedList::of(words + token * lists.topk, lists.topk, lists.block);
   }
   FMHA_DEVICE TokenList token(int32_t i) const { return {p, lists, span, band, i, i_head_kv}; }
   // The keys of one query as a tile of one token has them.
@@ -132,8 +138,7 @@ struct KeysOfUnion {
 #pragma unroll
     for (int s = 0; s < slots; ++s) {
       const int32_t token = lane + 32 * s;
-      list[s] = list_of(min(token, num_tokens - 1));
-      if (token >= num_tokens) list[s].count = 0;
+      list[s] = token < num_tokens ? list_of(token) : SortedList::of(words, 0, lists.block);
     }
     int32_t steps = 0;
 #pragma unroll 1
@@ -153,7 +158,7 @@ struct KeysOfUnion {
         uint32_t found = 0, most = 1;
 #pragma unroll
         for (int s = 0; s < slots; ++s) found |= list[s].groups(block * keys_of_step, keys_of_step, pass, most);
-        passes = ptx::redux_max(most);
+        if (ptx::vote_ballot(most > 1) != 0) passes = ptx::redux_max(most);
         found = ptx::redux_or(found);
         if (lane == 0) {
           blocks()[steps] = block;
@@ -180,7 +185,7 @@ FMHA_DEVICE constexpr bool unites_lists() {
 
 // A lane's row of a warp beside the walk: the groups of the step's block that its token's list names.
 struct RowInUnion {
-  SortedList list = {};
+  SortedList list = SortedList::of(nullptr, 0, 0);
   bool is_row = false;  // padding has no keys
   int32_t block = -1, pass = 0;
   uint32_t groups = 0;
