@@ -24,7 +24,7 @@ FMHA_DEVICE consteval int warp_rows(const Sm80Tile& tile) { return mma::kRows * 
 // has not.
 struct SharedTile {
   int32_t block_m, block_n, split_keys, shares, shares_a_cta, lazy_rescale_log2;
-  bool fixed_parts, pack_gqa, fast_softcap, whole_groups;
+  bool fixed_parts, pack_gqa, fast_softcap, unites;
   static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
   static constexpr bool cluster_heads = false;
 };
