@@ -3,11 +3,11 @@
 
 use std::ffi::c_void;
 
-use fmha_core::{FwdProblem, KeyLists, ListEntries, VLayout};
 use fmha_core::lists::{ListParams, list_params};
 use fmha_core::mask::MaskKind;
 use fmha_core::second::{TwoCachesParams, two_caches_params};
 use fmha_core::spec::FwdSpec;
+use fmha_core::{FwdProblem, KeyLists, ListEntries, VLayout};
 pub(crate) use fmha_gpu::lists::{of_tokens, takes_places};
 
 use crate::nvidia::FwdCall;
@@ -84,7 +84,8 @@ const MOST_LIST_WORDS: u64 = 1 << 14;
 /// # Errors
 /// The entries, heads or caches of which there is no union.
 pub(crate) fn blocks_of_union(problem: &FwdProblem, block_m: i32) -> Result<u32, String> {
-    let refuse = |what: String| Err(format!("unites=1 {what}: tiles unite the lists of blocks of several tokens"));
+    let refuse =
+        |what: String| Err(format!("unites=1 {what}: tiles unite the lists of blocks of several tokens"));
     let Some(KeyLists { entries: ListEntries::Blocks { size }, topk, .. }) = problem.lists else {
         return refuse("without lists of blocks".to_owned());
     };
@@ -95,7 +96,10 @@ pub(crate) fn blocks_of_union(problem: &FwdProblem, block_m: i32) -> Result<u32,
         return refuse("beside a second cache, cache_rows or a column-major V".to_owned());
     }
     if problem.dims.head_dim_v > 256 || problem.dims.head_dim_qk > 256 {
-        return refuse(format!("with rows of {} elements", problem.dims.head_dim_qk.max(problem.dims.head_dim_v)));
+        return refuse(format!(
+            "with rows of {} elements",
+            problem.dims.head_dim_qk.max(problem.dims.head_dim_v)
+        ));
     }
     let ratio = problem.gqa_ratio();
     if ratio * 2 > block_m.unsigned_abs() {

@@ -844,7 +844,10 @@ pub(crate) const ROWS: &[Row] = &[
     // Lists of blocks of several tokens, which a tile unites.
     Row {
         tile: Some("unites=1"),
-        in_test: Cases { filter: "^lists/union/bf16/(h8x2/b16/repeated|packed|nan|alone/h3x1/b32)$", deal: 1 },
+        in_test: Cases {
+            filter: "^lists/union/bf16/(h8x2/b16/repeated|packed|nan|alone/h3x1/b32)$",
+            deal: 1,
+        },
         in_all: Cases { filter: "^lists/union/b?f16/", deal: 1 },
         ..AMPERE
     },

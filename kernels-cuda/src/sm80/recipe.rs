@@ -307,7 +307,10 @@ fn fitted(
         }
         tile.fixed_parts = is_cut;
         if tile.unites && is_cut {
-            return Err(format!("split_keys={} beside unites=1: a tile walks all of its union", tile.split_keys));
+            return Err(format!(
+                "split_keys={} beside unites=1: a tile walks all of its union",
+                tile.split_keys
+            ));
         }
         let alone =
             [("shares", tile.shares, 0), ("pack_gqa", tile.pack_gqa.into(), 1), ("tma", tile.tma.into(), 0)];
@@ -403,7 +406,10 @@ fn order_words(problem: &ValidFwd, schedule: &TileSchedule, tile: &Sm80Tile) -> 
         }
         Some(lists) if tile.unites => {
             let tokens = tile.block_m.unsigned_abs().div_euclid(problem.gqa_ratio().max(1));
-            format!("a CTA a tile of {tokens} tokens, walks the union of their lists of {} entries", lists.topk)
+            format!(
+                "a CTA a tile of {tokens} tokens, walks the union of their lists of {} entries",
+                lists.topk
+            )
         }
         Some(lists) => format!("a CTA a tile, tiles of a token side by side, gathers {} entries", lists.topk),
         None if problem.walks_lists() => {

@@ -375,7 +375,12 @@ fn unions(cases: &mut Vec<Case>, dtype: DType) {
         problem
     };
     let one = |dims: Dims| Dims { batch: 1, ..dims };
-    let drawn = |cases: &mut Vec<Case>, name: String, problem: FwdProblem, mut lengths: Lengths, style: &str, plant| {
+    let drawn = |cases: &mut Vec<Case>,
+                 name: String,
+                 problem: FwdProblem,
+                 mut lengths: Lengths,
+                 style: &str,
+                 plant| {
         lengths.indices = indices(&problem, &lengths, style, data(&name).seed);
         push_planted(cases, name, problem, lengths, plant);
     };
@@ -395,12 +400,26 @@ fn unions(cases: &mut Vec<Case>, dtype: DType) {
     }
     for tokens in [1, 2, 3, 5, 8, 16] {
         let problem = listed(masked(dtype, dims(tokens, 130, (8, 2), 48), "b"), 4, 16);
-        drawn(cases, name(&format!("q{tokens}")), problem, Lengths::default(), "scattered", Plant::HiddenKeys);
+        drawn(
+            cases,
+            name(&format!("q{tokens}")),
+            problem,
+            Lengths::default(),
+            "scattered",
+            Plant::HiddenKeys,
+        );
     }
     for (qk, v) in [(192, 128), (256, 256), (128, 128), (33, 17)] {
         let sizes = Dims { head_dim_v: v, ..one(dims(5, 200, (16, 1), qk)) };
         let problem = listed(masked(dtype, sizes, "b"), 3, 64);
-        drawn(cases, name(&format!("d{qk}x{v}")), problem, Lengths::default(), "scattered", Plant::HiddenKeys);
+        drawn(
+            cases,
+            name(&format!("d{qk}x{v}")),
+            problem,
+            Lengths::default(),
+            "scattered",
+            Plant::HiddenKeys,
+        );
     }
     for modifier in ["softcap", "sink", "sink_apart", "infinite_sink_apart", "negative_scale"] {
         let problem = modified(masked(dtype, one(dims(9, 150, (8, 1), 48)), "b"), modifier);
@@ -428,7 +447,14 @@ fn unions(cases: &mut Vec<Case>, dtype: DType) {
     drawn(cases, name("packed"), problem, lengths, "scattered", Plant::HiddenKeys);
     // A value that is no number reaches the rows whose lists name it, and no others of a tile.
     let problem = listed(masked(dtype, one(dims(9, 150, (8, 1), 48)), "0"), 4, 16);
-    drawn(cases, name("nan"), problem, Lengths::default(), "runs", Plant::At(Operand::V, [0, 70, 0, 3], f64::NAN));
+    drawn(
+        cases,
+        name("nan"),
+        problem,
+        Lengths::default(),
+        "runs",
+        Plant::At(Operand::V, [0, 70, 0, 3], f64::NAN),
+    );
     if dtype != DType::F32 {
         let mut problem = listed(masked(dtype, one(dims(9, 150, (8, 1), 64)), "b"), 4, 32);
         problem.cache.dtype = Some(DType::E4m3Fn);
@@ -468,7 +494,8 @@ fn drawn_blocks(cases: &mut Vec<Case>, name: String, dtype: DType, seed: u64) {
         (problem, lengths) = super::decode::in_pages(problem, 1 + draw(8, 40), lengths, &name);
     }
     let (topk, size) = (1 + draw(9, 12), [8, 16, 24, 32, 48, 64, 72, 128][draw(10, 8) as usize]);
-    problem.lists = Some(KeyLists::new(&problem, topk).entries(ListEntries::Blocks { size }).length(ListLength::Token));
+    problem.lists =
+        Some(KeyLists::new(&problem, topk).entries(ListEntries::Blocks { size }).length(ListLength::Token));
     lengths.topk_length = (0..tokens).map(|i| draw(20 + u64::from(i), topk + 4).cast_signed() - 1).collect();
     let style = STYLES[draw(11, STYLES.len() as u32) as usize];
     lengths.indices = indices(&problem, &lengths, style, seed);
