@@ -233,14 +233,13 @@ pub(crate) fn fit_like(
         ));
     }
     let mut own = own_tile(like, facts, options);
+    // A tile of one token has few rows: several tokens' starts from another.
     if let Some((name, value)) = fields.iter().find(|(name, _)| *name == "unites") {
         let mut asked = own;
         asked.set(name, value).map_err(refuse)?;
-        own = match (own.unites, asked.unites) {
-            (false, true) => sm80::united_tile(like, room(facts)).map_err(refuse)?,
-            (true, false) => sm80::choose_tile(like, room(facts)),
-            _ => own,
-        };
+        if asked.unites {
+            own = sm80::united_tile(like, room(facts)).map_err(refuse)?;
+        }
     }
     if like.strides != problem.strides || like.layout.kv != problem.layout.kv {
         let copies = own_tile(problem, facts, options);
@@ -356,11 +355,6 @@ fn prefers_tma(facts: &DeviceFacts) -> bool {
 /// The table's tile, with K and V loaded by TMA if that is better: for unsplit keys, and not for parts of a
 /// batch-invariant plan.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> Sm80Tile {
-    if unites_by_itself(problem, facts, options) {
-        if let Ok(tile) = sm80::united_tile(problem, room(facts)) {
-            return tile;
-        }
-    }
     let tile = sm80::choose_tile(problem, room(facts));
     let has_parts =
         options.batch_invariant && split::fixed_keys(problem, invariant_block(problem, facts, options)) > 0;
@@ -369,18 +363,6 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> S
     } else {
         tile
     }
-}
-
-/// Whether tiles should unite the lists of several tokens without being asked to: where they fill the device twice. A
-/// tile of one token has parts of a list where tokens are few, and the bits that `batch_invariant` promises.
-fn unites_by_itself(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> bool {
-    let (dims, rows) = (problem.dims, u64::from(problem.dims.seqlen_q) * u64::from(problem.gqa_ratio()));
-    let tiles = rows.div_ceil(64) * u64::from(dims.batch) * u64::from(dims.num_heads_kv);
-    !options.batch_invariant
-        && !options.row_invariant
-        && !problem.cache.v_in_k
-        && problem.lists.is_some()
-        && tiles >= 4 * u64::from(facts.num_sms)
 }
 
 /// Boxes of the maps. Q's is not read.

@@ -480,8 +480,8 @@ fn unions(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// A call over lists of blocks that a seed draws: heads, tokens, keys, head dimension, blocks, band, sink, style, entries
-/// in use, pages.
+/// A call over lists of blocks that a seed draws: heads, tokens, keys, head dimension, blocks, band, sink, style,
+/// entries in use, pages.
 fn drawn_blocks(cases: &mut Vec<Case>, name: String, dtype: DType, seed: u64) {
     let draw = |what: u64, most: u32| (mix(seed << 8 ^ what ^ 0xb10c) % u64::from(most)) as u32;
     let ratio = 1 + draw(1, 20);
