@@ -8,6 +8,9 @@ key and query head; backward 2 (3 head_dim_qk + 2 head_dim_v)) and TB/s of the r
 
 Each row has a turn by each of `--kernels`; `own` is the plan's choice. All kernels are first compiled into the cache
 (FMHA_CACHE_DIR) by `--jobs` processes beside each other, so that no device waits for a compiler; `--compile` stops then.
+`--tiles` gives each row a turn by each of these tiles too, fields of OURS_TILE with a slash between two tiles: the
+rows `NSA`, whose blocks neighbouring tokens share in part, by `--tiles unites=0/unites=1` compare tiles of one token with
+tiles that unite several tokens' lists.
 `--same-bits N` runs each call N times more and compares bits with the first run's; beside OURS_DETERMINISTIC=1 it holds
 what a deterministic backward promises.
 `python3 lists.py KIT --rows '^(prefill|decode).*/512' --kernels sm90_mla,sm80` compares Hopper's kernels of latent rows; its
@@ -34,6 +37,7 @@ parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--repeats", type=int, default=20)
 parser.add_argument("--same-bits", type=int, default=0, metavar="N", help="runs whose bits are compared with the first's")
 parser.add_argument("--kernels", default="own", help="names, a comma between two; own: the plan's choice")
+parser.add_argument("--tiles", default="", help="fields of tiles, a slash between two tiles; empty: the plan's choice")
 parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
 parser.add_argument("--compile", action="store_true", help="compile the rows' kernels and stop")
 arguments = parser.parse_args()
@@ -43,6 +47,7 @@ import ours  # noqa: E402
 
 # The kernel of turns that `--kernels` leaves to the plan.
 OWN = os.environ.get("OURS_KERNEL", "")
+OWN_TILE = os.environ.get("OURS_TILE", "")
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Row:
     row_bytes: int = 0  # FlashMLA's rows of 656 and 584 bytes, in pages
     backward: bool = False
     ascending: bool = False  # lists in ascending order, as an indexer gives them
+    shared: float | None = None  # chance of a block of a list that runs of 16 tokens have in common
 
     @property
     def latent(self) -> bool:
@@ -106,6 +112,11 @@ ROWS = (
     Row("decode 576/512 H16 B32 every key", 32, 1, 8192, 16, 1, 576, 512, 8192, every=True),
     Row("decode 576/512 H16 B32 dense", 32, 1, 8192, 16, 1, 576, 512, 0, dense=True),
     Row("prefill D128 H64/4, 16 blocks of 128", 1, 4096, 131072, 64, 4, 128, 128, 16, block=128),
+    Row("NSA D128 H64/4, 16 blocks of 64, none shared", 1, 4096, 65536, 64, 4, 128, 128, 16, block=64, shared=0.0),
+    Row("NSA D128 H64/4, 16 blocks of 64, half shared", 1, 4096, 65536, 64, 4, 128, 128, 16, block=64, shared=0.5),
+    Row("NSA D128 H64/4, 16 blocks of 64, 90 % shared", 1, 4096, 65536, 64, 4, 128, 128, 16, block=64, shared=0.9),
+    Row("NSA D128 H16/4, 16 blocks of 64, none shared", 1, 4096, 65536, 16, 4, 128, 128, 16, block=64, shared=0.0),
+    Row("NSA D128 H16/4, 16 blocks of 64, 90 % shared", 1, 4096, 65536, 16, 4, 128, 128, 16, block=64, shared=0.9),
     Row("prefill D128 H32/8 top 1024", 1, 4096, 65536, 32, 8, 128, 128, 1024),
     Row("backward 576/512 H128 top 2048", 1, 2048, 65536, 128, 1, 576, 512, 2048, backward=True),
     Row("backward 576/512 H128 top 2048 T4096", 1, 4096, 65536, 128, 1, 576, 512, 2048, backward=True),
@@ -126,6 +137,14 @@ def lists_of(row: Row, draw: torch.Generator | None) -> torch.Tensor:
     if row.every:
         return torch.arange(row.topk, dtype=torch.int32, device="cuda").expand(shape).contiguous()
     reach = row.keys // row.block
+    if row.shared is not None:
+        # The greatest of random scores, to which blocks of a run's own list have 1 added by chance: no block twice.
+        scores = torch.rand((*shape[:3], reach), generator=draw, device="cuda")
+        of_run = torch.rand((row.batch, -(-row.tokens // 16), row.heads_kv, reach), generator=draw, device="cuda")
+        of_run = torch.zeros_like(of_run).scatter_(-1, of_run.topk(row.topk, -1).indices, 1.0)
+        kept = torch.rand(scores.shape, generator=draw, device="cuda") < row.shared
+        scores += of_run.repeat_interleave(16, 1)[:, : row.tokens] * kept
+        return scores.topk(row.topk, -1).indices.to(torch.int32)
     # A stride without a common factor visits no key twice.
     first = torch.randint(reach, shape[:3], generator=draw, device="cuda")
     step = torch.randint(reach // 2, shape[:3], generator=draw, device="cuda") * 2 + 1
@@ -292,14 +311,15 @@ def micros(run) -> float:
     return statistics.median(times)
 
 
-def name_kernel(kernel: str) -> None:
+def name_kernel(kernel: str, tile: str) -> None:
     os.environ["OURS_KERNEL"] = OWN if kernel == "own" else kernel
+    os.environ["OURS_TILE"] = tile or OWN_TILE
 
 
-def compiled(turn: tuple[Row, str]) -> str:
+def compiled(turn: tuple[Row, str, str]) -> str:
     """Plans a call without memory, in a process of its own; what it was refused for, or nothing."""
-    row, kernel = turn
-    name_kernel(kernel)
+    row, kernel, tile = turn
+    name_kernel(kernel, tile)
     try:
         made(row, *inputs_of(row, None))
     except RuntimeError as error:
@@ -309,7 +329,8 @@ def compiled(turn: tuple[Row, str]) -> str:
 
 def main() -> None:
     rows = [row for row in ROWS if re.search(arguments.rows, row.name)]
-    turns = [(row, kernel) for row in rows for kernel in arguments.kernels.split(",")]
+    ways = [(kernel, tile) for kernel in arguments.kernels.split(",") for tile in arguments.tiles.split("/")]
+    turns = [(row, *way) for row in rows for way in ways]
     # Processes that begin before this one has a device.
     with multiprocessing.get_context("fork").Pool(min(arguments.jobs, len(turns) or 1), maxtasksperchild=1) as pool:
         refused = pool.map(compiled, turns, chunksize=1)
@@ -318,11 +339,11 @@ def main() -> None:
         print("\n".join(filter(None, refused)))
         sys.exit(0)
     wrong = 0
-    for (row, kernel), reason in zip(turns, refused):
+    for (row, kernel, tile), reason in zip(turns, refused):
         if reason:
             print(reason, flush=True)
             continue
-        name_kernel(kernel)
+        name_kernel(kernel, tile)
         draw = torch.Generator(device="cuda").manual_seed(arguments.seed)
         inputs = inputs_of(row, draw)
         run = made(row, *inputs)
@@ -336,7 +357,7 @@ def main() -> None:
         wrong += bad
         took = micros(run)
         print(
-            f"{row.name} by {kernel}: {took:.1f} us, {row.flops / took / 1e6:.0f} TFLOP/s, {row.bytes / took / 1e6:.2f} TB/s, "
+            f"{row.name} by {kernel}{tile and ' ' + tile}: {took:.1f} us, {row.flops / took / 1e6:.0f} TFLOP/s, {row.bytes / took / 1e6:.2f} TB/s, "
             f"error {error:.1e}"
             + (f", other bits in {other_bits} of {arguments.same_bits} runs" if arguments.same_bits else "")
             + (" WRONG" if bad else ""),

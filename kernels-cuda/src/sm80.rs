@@ -19,7 +19,7 @@ use crate::{lists, round_up, tree_mask, within};
 pub mod recipe;
 mod table;
 
-pub use table::{Room, choose_tile, default_tile, ways_of_few};
+pub use table::{Room, choose_tile, default_tile, united_tile, ways_of_few};
 
 /// Most rows of a short query. A short query's tile has the heads of a group side by side if that saves rows, and
 /// its keys may be split.
@@ -111,6 +111,11 @@ abi_spec! {
         /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes, which are copied unchanged and
         /// converted in shared memory; 0 if rows have elements of type `stored`.
         pub row_bytes: i32 = Takes::nothing(),
+        /// Whether a tile over lists of blocks has the rows of several tokens, and walks the union of their lists;
+        /// otherwise it has heads of one token.
+        pub unites: bool = Takes::all(),
+        /// Words of shared memory for the lists of the tokens that a tile unites, and for the steps of their union.
+        pub list_words: i32 = Takes::nothing(),
     }
 }
 
@@ -212,6 +217,8 @@ abi_memory! {
         k: "KTile<spec, tile>" [self.stages] if self.has_own_blocks(spec) => self.qk_size(spec, self.block_n);
         /// Ring of blocks of V.
         v: "VTile<spec, tile>" [self.stages] if self.has_own_blocks(spec) && !self.v_in_k => self.v_size(spec);
+        /// The lists of the tokens that the tile unites, sorted, and the steps of their union.
+        lists: "Array<int32_t, tile.list_words>" if self.unites => Size::of(4 * self.list_words, 4);
     }
 }
 
@@ -233,6 +240,13 @@ impl Sm80Tile {
     /// # Errors
     /// More tiles than a schedule counts.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
+        if self.unites {
+            let rows = self.block_m - self.block_m % problem.gqa_ratio().cast_signed().max(1);
+            return TileSchedule::new(
+                problem,
+                UnitOfWork { rows, heads: 1, pack_gqa: true, kv_parts: 1 },
+            );
+        }
         let kv_parts = self.cut().num_parts(problem);
         if problem.walks_lists() {
             return lists::schedule(problem, self.block_m.unsigned_abs(), kv_parts);
@@ -344,6 +358,7 @@ impl Sm80Tile {
         self.row_bytes = lists::row_bytes(problem);
         self.block_in_page = blocks_in_pages(problem, self.block_n);
         self.stored = problem.stored_k();
+        self.list_words = if self.unites { lists::words_of_union(problem, self.block_m, self.block_n) } else { 0 };
     }
 
     /// Whether the kernel can be compiled so.
@@ -598,7 +613,9 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
         let param = ", const __grid_constant__ MaskDataParams masks";
         (MASKED_HEADER, param, "fwd_masked<kSpec, kTile>(p, schedule, masks)")
     } else if keys == Keys::Lists {
-        (LISTS_HEADER, lists::PARAM, "fwd_lists<kSpec, kTile>(p, schedule, lists)")
+        let of_token = "fwd_lists<kSpec, kTile>(p, schedule, lists)";
+        let of_union = "fwd_union<kSpec, kTile>(p, schedule, lists)";
+        (LISTS_HEADER, lists::PARAM, if tile.unites { of_union } else { of_token })
     } else if keys == Keys::TwoCaches {
         (TWO_CACHES_HEADER, lists::TWO_PARAM, "fwd_two_caches<kSpec, kTile>(p, schedule, caches)")
     } else if tile.tma {

@@ -15,7 +15,7 @@ use fmha_core::sparse::Indexer;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
     BiasGrad, BlockFormat, BwdProblem, CacheRows, CapturedTensor, DType, Dims, FwdProblem, Intervals,
-    KeyLists, KvLayout, MaskAxes, MaskKind, MaskSpec, Merge, QLayout, SecondCache, VLayout,
+    KeyLists, KvLayout, ListEntries, MaskAxes, MaskKind, MaskSpec, Merge, QLayout, SecondCache, VLayout,
 };
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
@@ -1100,6 +1100,39 @@ fn list_kernels(room: Room) -> Vec<(String, KernelSource)> {
         }
     }
     kernels
+}
+
+/// Kernels that unite the lists of blocks of several tokens, under a causal mask.
+fn uniting_kernels(room: Room) -> Vec<(String, KernelSource)> {
+    let kernel = |(dim, ratio, size): (u32, u32, u32)| {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 4096,
+            seqlen_k: 65536,
+            num_heads_q: 4 * ratio,
+            num_heads_kv: 4,
+            head_dim_qk: dim,
+            head_dim_v: dim,
+        };
+        let plain = FwdProblem::batch(DType::Bf16, dims).mask("b".parse().unwrap());
+        let lists = KeyLists::new(&plain, 16).entries(ListEntries::Blocks { size });
+        let problem = plain.lists(lists);
+        let tile = sm80::united_tile(&problem, room).unwrap();
+        (format!("union_{dim}_r{ratio}_b{size}"), sm80::fwd_lists(&FwdSpec::of(&problem), &tile))
+    };
+    [(128, 16, 64), (128, 4, 16), (64, 8, 128), (192, 16, 64), (256, 16, 64)].map(kernel).into()
+}
+
+#[test]
+fn a_kernel_that_unites_lists_compiles_without_spills() {
+    lists_do_not_spill("sm_80", uniting_kernels(LISTS_A100), 5);
+}
+
+#[test]
+#[ignore = "a minute: cargo xtask test --all"]
+fn every_kernel_that_unites_lists_compiles_without_spills() {
+    lists_do_not_spill("sm_80", uniting_kernels(LISTS_A100), 1);
+    lists_do_not_spill("sm_90a", uniting_kernels(LISTS_H200), 1);
 }
 
 /// Kernels of Hopper over lists of keys: latent rows with and without a chunk for P, V apart, rows of pages, parts.

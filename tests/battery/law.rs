@@ -233,7 +233,8 @@ impl Law {
                 let last = problem.dims.seqlen_q - 1;
                 other.dims.seqlen_q = 1;
                 contiguous(&mut other);
-                let mut b = HostFwd::new(other, lengths, *data)?;
+                let lengths = lists_of_last(problem, &mut other, lengths);
+                let mut b = HostFwd::new(other, &lengths, *data)?;
                 copy_keys(a, &mut b, |batch, row, head| (batch, row, head));
                 copy(a, &mut b, Operand::Q, |batch, _, head| (batch, last, head));
                 Ok(b)
@@ -241,6 +242,20 @@ impl Law {
             _ => HostFwd::new(other, lengths, *data),
         }
     }
+}
+
+/// The lengths of `one`, which has the last query of each sequence of `many`, with that query's lists of keys.
+fn lists_of_last(many: &FwdProblem, one: &mut FwdProblem, lengths: &Lengths) -> Lengths {
+    let mut of_one = lengths.clone();
+    let (Some(lists), last) = (many.lists, many.dims.seqlen_q - 1) else { return of_one };
+    let shape = Shape { seq: 1, ..lists.shape(many, lengths.totals) };
+    one.lists = Some(lists.strides(Strides::bshd(shape)));
+    of_one.indices.clear();
+    for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.head).map(move |h| (b, h))) {
+        let first = lists.strides.offset(b, last, h, 0) as usize;
+        of_one.indices.extend(&lengths.indices[first..first + shape.dim as usize]);
+    }
+    of_one
 }
 
 fn run(backend: &Device, options: &PlanOptions, host: &mut HostFwd) -> Result<FwdPlan> {

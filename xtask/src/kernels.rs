@@ -98,7 +98,7 @@ const MXFP8: &str = "^scales/mxfp8_";
 const NVFP4: &str = "^scales/nvfp4/(bf16|f32)/(descale_[a-z]*/c/|keys/[0-9]*/c|columns/)";
 
 /// Lists of keys, forward, in 16 bits.
-const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wide|score|parts|blocks|appended|twice|repeated)/b?f16|\
+const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wide|score|parts|blocks|union|appended|twice|repeated)/b?f16|\
     ^lists/(wide_fp8|fp8_cache)/";
 
 /// Lists of keys of latent rows.
@@ -839,9 +839,32 @@ pub(crate) const ROWS: &[Row] = &[
             deal: 1,
         },
         in_all: Cases {
-            filter: "^lists/(forward|topk|layout|tokens|heads|latent|wide|wide_fp8|score|parts|blocks|appended|fp8|fp8_cache|twice|repeated)/",
+            filter: "^lists/(forward|topk|layout|tokens|heads|latent|wide|wide_fp8|score|parts|blocks|union|appended|fp8|fp8_cache|twice|repeated)/",
             deal: 1,
         },
+        ..AMPERE
+    },
+    // Lists of blocks of several tokens, which a tile unites.
+    Row {
+        tile: Some("unites=1"),
+        in_test: Cases {
+            filter: "^lists/union/bf16/(h8x2/b16/repeated|packed|nan|alone/h3x1/b32)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^lists/union/b?f16/", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        tile: Some("unites=1"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^lists/union/bf16/h5x1/b32/", deal: 1 },
+        in_all: Cases { filter: "^lists/union/bf16/(h|packed|pages)", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        tile: Some("unites=1"),
+        arch: "sm_120a",
+        in_all: Cases { filter: "^lists/union/b?f16/", deal: 1 },
         ..AMPERE
     },
     // Two caches in one softmax: by gathers, and by wgmma of latent rows.

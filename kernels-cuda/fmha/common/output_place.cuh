@@ -63,9 +63,18 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t packed_row = ptx::shfl_idx(row, lane);
     const TileRow of_tile = tile_row<tile>(p, work, packed_row, seen);
     const OutputRow& to = of_tile.to;
-    RecomputedRow<spec, stored_type<spec, tile>(), Keys, Elems> again{
-        p, span, to.i_head, of_tile.i, to.batch, to.row, keys_of_work<tile>(p, work), seen, elems};
-    again.run();
+    if constexpr (requires { seen.of_query(of_tile.i); }) {
+      // A row of several tokens' union: over its own token's list.
+      const auto keys = seen.of_query(of_tile.i);
+      const SeqSpan places = {span.i_batch, span.storage_batch, span.q_row, span.seqlen_q, span.k_row, keys.list.count()};
+      RecomputedRow<spec, stored_type<spec, tile>(), decltype(seen.of_query(0)), Elems> again{
+          p, places, to.i_head, of_tile.i, to.batch, to.row, {0, places.seqlen_k}, keys, elems};
+      again.run();
+    } else {
+      RecomputedRow<spec, stored_type<spec, tile>(), Keys, Elems> again{
+          p, span, to.i_head, of_tile.i, to.batch, to.row, keys_of_work<tile>(p, work), seen, elems};
+      again.run();
+    }
   }
 }
 

@@ -9,6 +9,27 @@
 
 namespace fmha {
 
+FMHA_DEVICE constexpr FwdSpec without_sink(FwdSpec spec) {
+  spec.sink = false;
+  return spec;
+}
+
+// The end of a row: an infinite sink takes all weight of a
+// row with finite scores, and LSE may leave out the sink.
+template <FwdSpec spec, class Lists>
+FMHA_DEVICE RowEnd finish_listed_row(const FwdParams& p, const Lists& lists, RowMax row_max, float row_sum,
+                                     int32_t i_head) {
+  RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);
+  if constexpr (!spec.sink) {
+    return {row, row.lse};
+  } else {
+    const float of_keys = finish_row<without_sink(spec)>(p, row_max, row_sum, i_head).lse;
+    if (scalar_of(p.sink, 0, i_head, 0.f) == infinity() && of_keys < infinity()) row = {0.f, infinity()};
+    if (lists.lse_without_sink) row.lse = of_keys;
+    return {row, of_keys};
+  }
+}
+
 // `bytes`: of a row, where caches have rows of bytes.
 template <class List, int bytes = 0>
 struct KeysOfToken {
@@ -33,24 +54,9 @@ struct KeysOfToken {
     return !some ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
   }
 
-  // The end of a row: an infinite sink takes all weight of a
-  // row with finite scores, and LSE may leave out the sink.
   template <FwdSpec spec>
   FMHA_DEVICE RowEnd finish(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) const {
-    RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);
-    if constexpr (!spec.sink) {
-      return {row, row.lse};
-    } else {
-      const float of_keys = finish_row<without_sink(spec)>(p, row_max, row_sum, i_head).lse;
-      if (scalar_of(p.sink, 0, i_head, 0.f) == infinity() && of_keys < infinity()) row = {0.f, infinity()};
-      if (list.lists.lse_without_sink) row.lse = of_keys;
-      return {row, of_keys};
-    }
-  }
-
-  static FMHA_DEVICE constexpr FwdSpec without_sink(FwdSpec spec) {
-    spec.sink = false;
-    return spec;
+    return finish_listed_row<spec>(p, list.lists, row_max, row_sum, i_head);
   }
 };
 

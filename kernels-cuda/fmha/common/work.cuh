@@ -25,6 +25,8 @@ template <auto tile>
 FMHA_DEVICE constexpr bool whole_groups() {
   if constexpr (requires { tile.whole_groups; }) {
     return tile.whole_groups;
+  } else if constexpr (requires { tile.unites; }) {
+    return tile.unites;
   } else {
     return false;
   }

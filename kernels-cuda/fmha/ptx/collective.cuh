@@ -28,4 +28,7 @@ FMHA_DEVICE uint32_t redux_max(uint32_t value) { return __reduce_max_sync(0xffff
 // needs: sm_80. The sum of all lanes' values, in all. PTX ISA: redux.sync.add.
 FMHA_DEVICE uint32_t redux_add(uint32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 
+// needs: sm_80. Bits that any lane's value has, in all. PTX ISA: redux.sync.or.
+FMHA_DEVICE uint32_t redux_or(uint32_t value) { return __reduce_or_sync(0xffffffffu, value); }
+
 }  // namespace fmha::ptx

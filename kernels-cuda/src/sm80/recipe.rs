@@ -80,7 +80,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
-        let spec = spec_of(problem, options);
+        let spec = spec_of(problem, options, &tile);
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -141,7 +141,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
-                ("order", order_words(problem, &schedule)),
+                ("order", order_words(problem, &schedule, &tile)),
                 ("schedule", schedule_words(&tile, problem.cache.dtype.is_some())),
             ],
         })
@@ -233,6 +233,14 @@ pub(crate) fn fit_like(
         ));
     }
     let mut own = own_tile(like, facts, options);
+    // A tile of one token has few rows: several tokens' starts from another.
+    if let Some((name, value)) = fields.iter().find(|(name, _)| *name == "unites") {
+        let mut asked = own;
+        asked.set(name, value).map_err(refuse)?;
+        if asked.unites {
+            own = sm80::united_tile(like, room(facts)).map_err(refuse)?;
+        }
+    }
     if like.strides != problem.strides || like.layout.kv != problem.layout.kv {
         let copies = own_tile(problem, facts, options);
         (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
@@ -255,10 +263,13 @@ fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOption
 }
 
 /// Spec of the main kernel. With dropout the kernel reads a keep mask that another launch writes.
-fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
+fn spec_of(problem: &ValidFwd, options: &PlanOptions, tile: &Sm80Tile) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // With masks as data the spec says that keys are hidden, as a band would, so that the kernel handles NaN in
     // hidden rows of V.
+    if tile.unites {
+        return row_order::under_a_mask(spec);
+    }
     if problem.walks_lists() {
         return lists::spec(spec);
     }
@@ -276,6 +287,9 @@ fn fitted(
     facts: &DeviceFacts,
 ) -> Result<Sm80Tile, String> {
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+    if tile.unites {
+        lists::blocks_of_union(problem, tile.block_m)?;
+    }
     tile.place_blocks(problem);
     tile.converts_fp8 =
         facts.instructions.converts_fp8 && (problem.cache.dtype.is_some() || tile.row_bytes > 0);
@@ -291,6 +305,12 @@ fn fitted(
             ));
         }
         tile.fixed_parts = is_cut;
+        if tile.unites && is_cut {
+            return Err(format!(
+                "split_keys={} beside unites=1: a tile walks all of its union",
+                tile.split_keys
+            ));
+        }
         let alone =
             [("shares", tile.shares, 0), ("pack_gqa", tile.pack_gqa.into(), 1), ("tma", tile.tma.into(), 0)];
         for (field, value, wanted) in alone {
@@ -360,11 +380,18 @@ pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
     facts.needs(facts.instructions.mma_sync, "cp.async with mma.sync of bf16")
 }
 
-fn order_words(problem: &ValidFwd, schedule: &TileSchedule) -> String {
+fn order_words(problem: &ValidFwd, schedule: &TileSchedule, tile: &Sm80Tile) -> String {
     match problem.lists {
         _ if problem.second.is_some() => {
             let keys = problem.most_walked_keys();
             format!("a CTA a tile, tiles of a token side by side, walks {keys} keys of two caches")
+        }
+        Some(lists) if tile.unites => {
+            let tokens = tile.block_m.unsigned_abs().div_euclid(problem.gqa_ratio().max(1));
+            format!(
+                "a CTA a tile of {tokens} tokens, walks the union of their lists of {} entries",
+                lists.topk
+            )
         }
         Some(lists) => format!("a CTA a tile, tiles of a token side by side, gathers {} entries", lists.topk),
         None if problem.walks_lists() => {

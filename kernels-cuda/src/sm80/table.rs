@@ -59,6 +59,27 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     tile
 }
 
+/// Rows of a tile that unites the lists of several tokens: a warp has sixteen, and computes the steps of their tokens.
+const ROWS_OF_UNION: i32 = 64;
+
+/// The tile whose rows are several tokens' and walk the union of their lists of blocks.
+///
+/// # Errors
+/// What of the problem has no union.
+pub fn united_tile(problem: &FwdProblem, room: Room) -> Result<Sm80Tile, String> {
+    let spec = FwdSpec::of(problem);
+    let size = lists::blocks_of_union(problem, ROWS_OF_UNION)?;
+    let mut tile = table_tile(&spec, room, false, 0);
+    (tile.block_m, tile.warps, tile.pack_gqa, tile.unites) = (ROWS_OF_UNION, 4, true, true);
+    // Keys of a step that no list names are multiplied too.
+    tile.block_n = tile.block_n.min(size.next_multiple_of(32).min(128).cast_signed());
+    tile.fast_softcap &= problem.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
+    tile.place_blocks(problem);
+    (tile.copy_bytes, tile.vector_store) = (copy_bytes(problem), stores_vectors(problem));
+    tile.fill(&spec, room);
+    Ok(tile)
+}
+
 /// Bytes of a copy: the most that divide all strides.
 fn copy_bytes(problem: &FwdProblem) -> i32 {
     let divides = |&bytes: &i32| {
@@ -229,6 +250,8 @@ fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool, row_bytes: i32) -> Sm80T
         tma: false,
         v_in_k,
         row_bytes,
+        unites: false,
+        list_words: 0,
     };
     // Rows of bytes are converted into a separate block, so one block of them may be in flight meanwhile.
     let least_stages = if v_in_k && row_bytes == 0 { 2 } else { 1 };

@@ -26,6 +26,7 @@ pub(crate) fn cases() -> Vec<Case> {
         parts(&mut cases, dtype);
         wide(&mut cases, dtype);
         blocks(&mut cases, dtype);
+        unions(&mut cases, dtype);
         gradients(&mut cases, dtype);
         unordered_gradients(&mut cases, dtype);
     }
@@ -363,6 +364,142 @@ fn blocks(cases: &mut Vec<Case>, dtype: DType) {
         lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
         push(cases, name, problem, lengths);
     }
+}
+
+/// Blocks of many tokens, which a tile may unite: groups that fill a tile's rows and that leave rows over, blocks that
+/// begin and end inside a tile's, blocks named several times, bands, sinks, pages, and a NaN that only some rows see.
+fn unions(cases: &mut Vec<Case>, dtype: DType) {
+    let name = |what: &str| format!("lists/union/{dtype}/{what}");
+    let listed = |mut problem: FwdProblem, topk: u32, size: u32| {
+        problem.lists = Some(KeyLists::new(&problem, topk).entries(ListEntries::Blocks { size }));
+        problem
+    };
+    let one = |dims: Dims| Dims { batch: 1, ..dims };
+    let drawn = |cases: &mut Vec<Case>,
+                 name: String,
+                 problem: FwdProblem,
+                 mut lengths: Lengths,
+                 style: &str,
+                 plant| {
+        lengths.indices = indices(&problem, &lengths, style, data(&name).seed);
+        push_planted(cases, name, problem, lengths, plant);
+    };
+    for (heads, tokens, size, topk, style, mask) in [
+        ((16, 1), 6, 64, 3, "scattered", "b"),
+        ((8, 2), 20, 16, 9, "repeated", "b"),
+        ((5, 1), 14, 32, 4, "some_empty", "b"),
+        ((1, 1), 70, 24, 5, "runs", "0"),
+        ((4, 1), 33, 128, 2, "beyond", "b:100,0"),
+        ((4, 1), 17, 40, 4, "scattered", "b:150,0,9"),
+        ((2, 1), 40, 8, 30, "absent", "0"),
+        ((32, 1), 3, 64, 2, "scattered", "0"),
+    ] {
+        let name = name(&format!("h{}x{}/b{size}/{style}", heads.0, heads.1));
+        let problem = listed(masked(dtype, one(dims(tokens, 300, heads, 64)), mask), topk, size);
+        drawn(cases, name, problem, Lengths::default(), style, Plant::HiddenKeys);
+    }
+    for tokens in [1, 2, 3, 5, 8, 16] {
+        let problem = listed(masked(dtype, dims(tokens, 130, (8, 2), 48), "b"), 4, 16);
+        drawn(
+            cases,
+            name(&format!("q{tokens}")),
+            problem,
+            Lengths::default(),
+            "scattered",
+            Plant::HiddenKeys,
+        );
+    }
+    for (qk, v) in [(192, 128), (256, 256), (128, 128), (33, 17)] {
+        let sizes = Dims { head_dim_v: v, ..one(dims(5, 200, (16, 1), qk)) };
+        let problem = listed(masked(dtype, sizes, "b"), 3, 64);
+        drawn(
+            cases,
+            name(&format!("d{qk}x{v}")),
+            problem,
+            Lengths::default(),
+            "scattered",
+            Plant::HiddenKeys,
+        );
+    }
+    for modifier in ["softcap", "sink", "sink_apart", "infinite_sink_apart", "negative_scale"] {
+        let problem = modified(masked(dtype, one(dims(9, 150, (8, 1), 48)), "b"), modifier);
+        let infinite = Plant::FarRows { bias: None, sink: Some(f64::INFINITY) };
+        let plant = if modifier.starts_with("infinite") { infinite } else { Plant::HiddenKeys };
+        let problem = finished(listed(problem, 4, 16), modifier);
+        drawn(cases, name(modifier), problem, Lengths::default(), "some_empty", plant);
+    }
+    for page_size in [7, 64] {
+        let (problem, lengths) = super::decode::in_pages(
+            masked(dtype, dims(9, 150, (8, 2), 48), "b"),
+            page_size,
+            Lengths::default(),
+            &name("pages"),
+        );
+        let name = name(&format!("pages_of_{page_size}"));
+        drawn(cases, name, listed(problem, 4, 16), lengths, "scattered", Plant::HiddenKeys);
+    }
+    let sequences = [(0, 9), (20, 140), (3, 0), (7, 165), (1, 13)];
+    let problem = listed(group(dtype, dims(20, 165, (8, 2), 48), &sequences, "b"), 5, 32);
+    let mut problem = problem;
+    problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+    let mut lengths = Lengths::packed(&sequences);
+    lengths.topk_length = (0..31).map(|at| at % 8 - 1).collect();
+    drawn(cases, name("packed"), problem, lengths, "scattered", Plant::HiddenKeys);
+    // A value that is no number reaches the rows whose lists name it, and no others of a tile.
+    let problem = listed(masked(dtype, one(dims(9, 150, (8, 1), 48)), "0"), 4, 16);
+    drawn(
+        cases,
+        name("nan"),
+        problem,
+        Lengths::default(),
+        "runs",
+        Plant::At(Operand::V, [0, 70, 0, 3], f64::NAN),
+    );
+    if dtype != DType::F32 {
+        let mut problem = listed(masked(dtype, one(dims(9, 150, (8, 1), 64)), "b"), 4, 32);
+        problem.cache.dtype = Some(DType::E4m3Fn);
+        (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+        drawn(cases, name("fp8_cache"), problem, Lengths::default(), "scattered", Plant::HiddenKeys);
+    }
+    for seed in 1..=4 {
+        drawn_blocks(cases, name(&format!("drawn/{seed}")), dtype, seed);
+    }
+    // A row alone has the bits that it has beside others.
+    for (heads, tokens, size, style) in [
+        ((8, 2), 5, 16, "scattered"),
+        ((16, 1), 7, 64, "repeated"),
+        ((3, 1), 30, 32, "runs"),
+        ((4, 1), 18, 24, "some_empty"),
+    ] {
+        let name = name(&format!("alone/h{}x{}/b{size}", heads.0, heads.1));
+        let problem = listed(masked(dtype, one(dims(tokens, 200, heads, 64)), "b"), 4, size);
+        let mut lengths = Lengths::default();
+        lengths.indices = indices(&problem, &lengths, style, data(&name).seed);
+        let forward = Forward { problem, lengths, data: data(&name), plant: Plant::Nothing };
+        cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind: LawKind::LastOfMany })) });
+    }
+}
+
+/// A call over lists of blocks that a seed draws: heads, tokens, keys, head dimension, blocks, band, sink, style,
+/// entries in use, pages.
+fn drawn_blocks(cases: &mut Vec<Case>, name: String, dtype: DType, seed: u64) {
+    let draw = |what: u64, most: u32| (mix(seed << 8 ^ what ^ 0xb10c) % u64::from(most)) as u32;
+    let ratio = 1 + draw(1, 20);
+    let head_dim = [32, 64, 80, 128][draw(2, 4) as usize];
+    let tokens = 1 + draw(3, 40);
+    let sizes = Dims { batch: 1, ..dims(tokens, 20 + draw(4, 400), (ratio, 1), head_dim) };
+    let mask = ["0", "b", "b:90,0", "t:60,9", "b:40,0,17"][draw(5, 5) as usize];
+    let (mut problem, mut lengths) = (masked(dtype, sizes, mask).sink(draw(6, 2) == 1), Lengths::default());
+    if draw(7, 2) == 1 {
+        (problem, lengths) = super::decode::in_pages(problem, 1 + draw(8, 40), lengths, &name);
+    }
+    let (topk, size) = (1 + draw(9, 12), [8, 16, 24, 32, 48, 64, 72, 128][draw(10, 8) as usize]);
+    problem.lists =
+        Some(KeyLists::new(&problem, topk).entries(ListEntries::Blocks { size }).length(ListLength::Token));
+    lengths.topk_length = (0..tokens).map(|i| draw(20 + u64::from(i), topk + 4).cast_signed() - 1).collect();
+    let style = STYLES[draw(11, STYLES.len() as u32) as usize];
+    lengths.indices = indices(&problem, &lengths, style, seed);
+    push(cases, name, problem, lengths);
 }
 
 /// Latent rows over lists of several blocks: V in K's rows, with and without further elements, and separate V.

@@ -24,14 +24,14 @@ FMHA_DEVICE consteval int warp_rows(const Sm80Tile& tile) { return mma::kRows * 
 // has not.
 struct SharedTile {
   int32_t block_m, block_n, split_keys, shares, shares_a_cta, lazy_rescale_log2;
-  bool fixed_parts, pack_gqa, fast_softcap;
+  bool fixed_parts, pack_gqa, fast_softcap, unites;
   static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
   static constexpr bool cluster_heads = false;
 };
 FMHA_DEVICE consteval bool sums_output_first(const SharedTile&) { return false; }
 FMHA_DEVICE consteval SharedTile shared(const Sm80Tile& tile) {
   return {tile.block_m,           tile.block_n,     tile.split_keys, tile.shares,      tile.shares_a_cta,
-          tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa,   tile.fast_softcap};
+          tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa,   tile.fast_softcap, tile.unites};
 }
 
 // P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by

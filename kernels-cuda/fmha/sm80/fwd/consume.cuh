@@ -1,6 +1,7 @@
 // Work of a warp on its rows: S = Q K^T, P = exp2(S - row maximum), O += P V, all of S, P and O in registers. The
 // accumulator of S, packed, is the operand A of P V, so that P never leaves the warp.
 #pragma once
+#include <fmha/common/list_union.cuh>
 #include <fmha/common/score_modifiers.cuh>
 #include <fmha/common/seen_keys.cuh>
 #include <fmha/common/softmax.cuh>
@@ -52,8 +53,18 @@ struct Consumer {
     }
   }
 
-  // Class of the next block for the warp's rows by masks as data.
+  // Class of the next block for the warp's rows by masks as data, or by their lists.
   BlockClass by_data = BlockClass::Edge;
+  // The lane's row among the warp's, where the tile walks the union of its tokens' lists.
+  RowInUnion in_union = row_of_lane();
+  FMHA_DEVICE RowInUnion row_of_lane() const {
+    if constexpr (unites_lists<Keys>()) {
+      const int32_t within = min(int32_t(threadIdx.x % 32), warp_rows(tile) - 1);
+      const int32_t i = query_of<tile>(p, first_row + within);
+      return RowInUnion::of(keys, i, i < work.seqlen_q && warp_row + within < rows_of_tile<shared(tile)>(p));
+    }
+    return {};
+  }
 
   FMHA_DEVICE SeqSpan span() const {
     return {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
@@ -62,7 +73,11 @@ struct Consumer {
   // Whether no row of the warp sees a key of the block, so that it computes nothing.
   FMHA_DEVICE bool is_hidden(int32_t block) {
     const bool hidden = is_out_of_band(block);
-    if constexpr (Keys::has_classes) {
+    if constexpr (unites_lists<Keys>()) {
+      if (block < 0) return true;
+      by_data = in_union.template enter<n>(block);
+      return hidden || by_data == BlockClass::Skipped;
+    } else if constexpr (Keys::has_classes) {
       if (hidden) return true;
       const Range rows = {first_query, min(last_query + 1, work.seqlen_q)};
       by_data = keys.class_of(span(), work.i_head, rows, {block * n, min((block + 1) * n, work.seqlen_k)});
@@ -100,12 +115,19 @@ struct Consumer {
       begin[r] = has_lo ? i + work.lo - first_key : 0;
     }
     const int32_t sinks = work.sink_columns - first_key;
+    [[maybe_unused]] uint32_t groups[2] = {};
+    if constexpr (unites_lists<Keys>()) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) groups[r] = ptx::shfl_idx(in_union.groups, first_row_of_two + 8 * r - first_row);
+    }
 #pragma unroll
     for (int e = 0; e < s.num_elems; ++e) {
       const int column = s.column(e), r = s.row(e);
       bool hidden = column >= end[r];
       if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
-      if constexpr (!Keys::all) {
+      if constexpr (unites_lists<Keys>()) {
+        hidden |= !(groups[r] >> column / kGroupKeys & 1);
+      } else if constexpr (!Keys::all) {
         const int32_t i = query_of<tile>(p, first_row_of_two + 8 * r);
         hidden |= !keys.sees(span(), work.i_head, i, first_key + column);
       }

@@ -42,7 +42,7 @@ FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Con
   typename Loader<spec, tile, Keys>::KeyRows of_v = {};
 #pragma unroll 1
   for (int32_t i = -stages; i < work.num_blocks; ++i) {
-    const int32_t block = i < 0 ? -1 : block_at(work, i), loaded = i + stages;
+    const int32_t block = i < 0 ? -1 : loader.block_of(i), loaded = i + stages;
     const bool computes = !consumer.is_hidden(block);
     const auto keys = loader.look_up(loaded);
     if (i >= 0) {
@@ -102,7 +102,7 @@ FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, til
   consumer.begin();
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
-    const int32_t block = block_at(work, i);
+    const int32_t block = loader.block_of(i);
     const bool computes = !consumer.is_hidden(block);
     const auto next = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<under_way>();
@@ -145,7 +145,7 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec,
   consumer.begin();
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
-    const int32_t block = block_at(work, i);
+    const int32_t block = loader.block_of(i);
     const bool computes = !consumer.is_hidden(block);
     const auto keys = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<under_way>();
@@ -181,7 +181,7 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<
   consumer.begin();
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
-    const int32_t block = block_at(work, i);
+    const int32_t block = loader.block_of(i);
     const bool computes = !consumer.is_hidden(block);
     const auto keys = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<under_way>();
@@ -218,7 +218,7 @@ FMHA_DEVICE void walk_sharing(const Loader<spec, tile, Keys>& loader, Consumer<s
   consumer.begin();
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
-    const int32_t block = block_at(work, i);
+    const int32_t block = loader.block_of(i);
     const bool computes = !consumer.is_hidden(block);
     const auto keys = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<tile.stages - 1>();
@@ -253,7 +253,7 @@ FMHA_DEVICE void walk_bytes(const Loader<spec, tile, Keys>& loader, Consumer<spe
   consumer.begin();
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
-    const int32_t block = block_at(work, i);
+    const int32_t block = loader.block_of(i);
     const bool computes = !consumer.is_hidden(block);
     const auto keys = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<tile.stages - 1>();

@@ -67,4 +67,32 @@ FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, con
   });
 }
 
+// The forward kernel over the union of the lists that the tile's tokens have, a step a block of some list's keys.
+template <FwdSpec spec, Sm80Tile tile>
+FMHA_DEVICE void fwd_union(const FwdParams& p, const TileSchedule& schedule, const ListParams& lists) {
+  // A list may hide a NaN of V from some rows of a tile, for which a kernel whose spec has no mask does not test.
+  static_assert(spec.mask != MaskKind::Full, "sm80: a row's list hides what others name");
+  static_assert(tile.unites && tile.pack_gqa && tile.split_keys == 0 && !tile.tma, "sm80: a tile has whole tokens");
+  static_assert(tile.row_bytes == 0 && spec.v_layout == VLayout::RowMajor, "sm80: a union has rows of elements");
+  static_assert(!spec.dropout && spec.bias == BiasKind::None, "sm80: lists stand beside no bias");
+  if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
+  Work work = resolve_tile<spec, shared(tile)>(p, schedule, blockIdx.x);
+  if (work.num_blocks == 0) return;
+  const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  const KeysOfUnion<tile> keys{p,
+                               lists,
+                               span,
+                               {work.lo, work.hi, work.sink_columns},
+                               query_of<tile>(p, work.first_row),
+                               rows_of_tile<shared(tile)>(p) / p.gqa_ratio,
+                               work.i_head_kv,
+                               smem.lists.elems};
+  keys.template unite<num_consumers(tile)>();
+  work.num_blocks = keys.num_steps();
+  work.first_dirty = tile.block_n;
+  attend(p, work, smem, keys);
+}
+
 }  // namespace fmha::sm80

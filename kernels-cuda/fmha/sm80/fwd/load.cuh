@@ -1,6 +1,6 @@
 // Loads of Q, and of blocks of K and V: strided, packed, in pages, or at the keys of a token's list.
 #pragma once
-#include <fmha/common/seen_keys.cuh>
+#include <fmha/common/list_union.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/sm80/common/copy.cuh>
 #include <fmha/sm80/fwd/config.cuh>
@@ -33,6 +33,17 @@ struct Loader {
                               [](int32_t, int32_t column) { return elems_there<spec.head_dim_qk, Elem>(column); });
   }
 
+  // The block of keys in step i of the tile's walk.
+  FMHA_DEVICE int32_t block_of(int32_t i) const {
+    if constexpr (unites_lists<Keys>()) return keys_of_row.block_of(i);
+    else return block_at(work, i);
+  }
+  // Groups of keys that step i has: all of its block but for what no list of the tile names.
+  FMHA_DEVICE uint32_t groups_of(int32_t i) const {
+    if constexpr (unites_lists<Keys>()) return keys_of_row.groups_of(i);
+    else return ~uint32_t(0);
+  }
+
   // End of the keys that the i-th block of the tile has: zeros come behind it, and in the first block in place of
   // keys that no query of the sequence sees, whose V may be NaN.
   FMHA_DEVICE int32_t end_of_keys(int32_t i, int32_t first_key) const {
@@ -63,7 +74,7 @@ struct Loader {
   FMHA_DEVICE KeyRows look_up(int32_t i) const {
     KeyRows found = {};
     if (i >= work.num_blocks) return found;
-    const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
+    const int32_t first_key = block_of(i) * tile.block_n, end = end_of_keys(i, first_key);
 #pragma unroll
     for (int s = 0; s < KeyRows::count; ++s) {
       const int32_t within = in_a_row ? 0 : 32 * s + int32_t(threadIdx.x % 32), j = first_key + within;
@@ -82,7 +93,8 @@ struct Loader {
   template <int dim, DType own, class Tile>
   FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i, const KeyRows& keys) const {
     using Elem = mma::Storage<widens_cache(spec, tile) ? tile.stored : own>;
-    const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
+    const int32_t first_key = block_of(i) * tile.block_n, end = end_of_keys(i, first_key);
+    [[maybe_unused]] const uint32_t groups = groups_of(i);
     const Elem* data = static_cast<const Elem*>(view.data);
     int64_t offsets[KeyRows::count];
 #pragma unroll
@@ -98,6 +110,9 @@ struct Loader {
     const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t j = first_key + row;
       if (j < 0 || j >= end) return nullptr;
+      if constexpr (unites_lists<Keys>()) {
+        if (!(groups >> row / kGroupKeys & 1)) return nullptr;
+      }
       if constexpr (listed) {
         if (keys_of_row.list.key(j) < 0) return nullptr;
       }
@@ -114,7 +129,8 @@ struct Loader {
         const int64_t of_lane = ptx::shfl_idx(offsets[s], row % 32);
         if (row / 32 == s) offset = of_lane;
       }
-      return j >= 0 && j < end && !(listed && offset == kNoRow) ? data + offset : nullptr;
+      const bool named = !unites_lists<Keys>() || groups >> row / kGroupKeys & 1;
+      return j >= 0 && j < end && named && !(listed && offset == kNoRow) ? data + offset : nullptr;
     };
     const auto there_of = [](int32_t, int32_t column) {
       // Rows of whole steps of a product have all their words.
@@ -122,7 +138,7 @@ struct Loader {
                                                               : elems_there<dim, mma::Storage<own>>(column);
     };
     // Most of a long walk's blocks: whole, and their rows one after another.
-    if constexpr (has_few_warps && in_a_row && bytes >= 4) {
+    if constexpr (has_few_warps && in_a_row && bytes >= 4 && !unites_lists<Keys>()) {
       if (first_key >= 0 && first_key + tile.block_n <= end) {
         if constexpr (!widens_cache(spec, tile)) return copy_whole_tile<bytes, threads>(to, data + offsets[0], view.row, there_of);
         else if constexpr (threads % Tile::words == 0) return copy_whole_raw_tile<bytes, dim, threads>(to, data + offsets[0], view.row);
@@ -149,7 +165,7 @@ struct Loader {
   // Rows of a [dim, keys] tile.
   template <class Tile>
   FMHA_DEVICE void load_columns(const Tile& to, const View& view, int32_t i) const {
-    const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
+    const int32_t first_key = block_of(i) * tile.block_n, end = end_of_keys(i, first_key);
     using Elem = typename Tile::Elem;
     constexpr int word_elems = kWordOf<Elem>;
     const Elem* data = static_cast<const Elem*>(view.data);
@@ -187,7 +203,7 @@ struct Loader {
   // Rows of bytes of a block, as stored, and converted.
   FMHA_DEVICE void load_bytes(int32_t i, const KeyRows& keys) const {
     constexpr int row_bytes = row_bytes_of<Keys>();
-    const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
+    const int32_t first_key = block_of(i) * tile.block_n, end = end_of_keys(i, first_key);
     copy_rows_of_bytes<threads>(smem.rows[i % tile.stages], p.k.data, [&](int32_t row) -> BytesOfRow {
       const int32_t j = first_key + row;
       KvRow at = {};
