@@ -104,6 +104,12 @@ struct Copier {
     ptx::cp_async_wait_group<0>();
     arrive_at_pending();
   }
+  // Waits for this thread's copies under way, the last tile's too, which is not announced.
+  FMHA_DEVICE void land() {
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    arrive_at_pending();
+  }
   // Announces the last copy, which this thread has seen complete.
   FMHA_DEVICE void arrive_at_pending() {
     if (pending) arrive();

@@ -6,6 +6,7 @@ use fmha_core::{BlockFormat, BwdProblem, DType, Descale, Dims, FwdProblem, Shape
 
 use super::decode::in_pages;
 use super::edges::{data, masked};
+use super::masks;
 use crate::case::{Backward, Body, Case, Plant};
 use crate::init::{Init, mix};
 use crate::tensor::Operand;
@@ -22,6 +23,7 @@ pub(crate) fn cases() -> Vec<Case> {
         of_format(&mut cases, format);
         drawn(&mut cases, format);
         backward(&mut cases, format);
+        under_masks(&mut cases, format);
     }
     cases
 }
@@ -250,6 +252,47 @@ fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
     }
 }
 
+/// Masks as data, each kind alone and all together, beside what changes scores and lengths.
+fn under_masks(cases: &mut Vec<Case>, format: BlockFormat) {
+    let alone = ["intervals", "bits", "partial", "full", "lists", "all"].map(|kind| ("batch", kind));
+    let beside = [
+        ("used", "lists"),
+        ("window", "bits"),
+        ("softcap", "intervals"),
+        ("alibi", "lists"),
+        ("bias", "intervals"),
+        ("sink", "bits"),
+        ("dropout", "all"),
+        ("few_queries", "all"),
+        ("strides", "all"),
+        ("wide_heads", "all"),
+        ("code", "intervals"),
+        ("code", "all"),
+        ("long", "lists"),
+    ];
+    for (nth, (variant, kind)) in alone.into_iter().chain(beside).enumerate() {
+        let layout = [VLayout::RowMajor, VLayout::ColMajor][nth % 2];
+        let seed = 500 + nth as u64;
+        let (problem, lengths) = masks::problem(DType::Bf16, variant, kind, seed);
+        let problem = problem.v_layout(layout).with_block_scales(format);
+        let name = format!("scales/{format}/masks/{variant}/{kind}");
+        let drawn = data(&name);
+        cases.push(Case::forward(name, problem.clone(), lengths.clone(), drawn));
+        for deterministic in [false, true] {
+            if deterministic && kind != "all" {
+                continue;
+            }
+            let order = if deterministic { "/ordered" } else { "" };
+            let name = format!("scales/{format}/backward/masks/{variant}/{kind}{order}");
+            let data = data(&name);
+            let problem = BwdProblem::new(problem.clone());
+            let body =
+                Backward { problem, lengths: lengths.clone(), data, deterministic, planted: Vec::new() };
+            cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+        }
+    }
+}
+
 /// Problems that a number alone decides: sizes, lengths, mask, layouts and modifiers together.
 fn drawn(cases: &mut Vec<Case>, format: BlockFormat) {
     for number in 0..DRAWN {
@@ -298,6 +341,11 @@ fn draw_problem(format: BlockFormat, name: &str, may_be_paged: bool) -> (FwdProb
     }
     if below(3) == 0 {
         problem = problem.v_layout(VLayout::ColMajor);
+    }
+    let kinds = ["intervals", "bits", "partial", "full", "lists", "all"];
+    if let Some(kind) = kinds.get(below(18) as usize) {
+        let seed = data.seed ^ 0x6d61_736b;
+        masks::draw(&mut problem, &mut lengths, kind, seed);
     }
     (problem.with_block_scales(format).descale_q(of_q).descale_k(of_k).descale_v(of_v), lengths)
 }
