@@ -129,18 +129,21 @@ impl Sm100Tile {
     /// tensor memory has room for beside scales.
     #[must_use]
     pub fn with_scales(self, spec: &FwdSpec, scale_block: i32) -> Self {
-        let block_n = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
-        let tile = Self { scale_block, cluster: 1, block_n, ..self };
-        let fits = |block_n: &i32| {
-            let tile = Self { block_n: *block_n, stages: 2, ..tile };
-            tile.tmem_columns(spec) <= TMEM_COLUMNS && tile.smem_bytes(spec) <= MAX_SMEM_BYTES
+        let most_keys = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
+        let of = |block_m, block_n| Self { scale_block, cluster: 1, block_m, block_n, stages: 2, ..self };
+        let fits = |tile: &Self| {
+            tile.tmem_columns(spec) <= TMEM_COLUMNS
+                && tile.smem_bytes(spec) <= MAX_SMEM_BYTES
+                && tile.check_transposition(spec).is_ok()
         };
         // A step of a product of pairs has 64 keys.
-        let keys = [128, 96, 64].into_iter().filter(|keys| !tile.has_pairs() || keys % 64 == 0);
-        let keys = keys.filter(|keys| Self { block_n: *keys, ..tile }.check_transposition(spec).is_ok());
-        let block_n =
-            keys.filter(|keys| *keys <= block_n).find(fits).unwrap_or(if tile.has_pairs() { 64 } else { 32 });
-        let tile = Self { block_n, ..tile };
+        let keys = || {
+            let whole = |keys: &i32| *keys <= most_keys && (scale_block != 16 || keys % 64 == 0);
+            [128, 96, 64].into_iter().filter(whole)
+        };
+        let rows = [self.block_m, 128].into_iter();
+        let tile = rows.flat_map(|rows| keys().map(move |keys| of(rows, keys))).find(fits);
+        let tile = tile.unwrap_or(of(128, if scale_block == 16 { 64 } else { 32 }));
         Self { stages: most_stages(spec, &tile), ..tile }
     }
 
@@ -167,7 +170,8 @@ impl Sm100Tile {
         let most = if self.num_q_tiles() == 2 { 48 } else { 64 };
         if self.transposes_v(spec) && registers > most {
             return Err(format!(
-                "block_n={} block_m={} with rows of pairs of head_dim_v {}: a lane transposes {registers} registers of at most {most}",
+                "block_n={} block_m={} with rows of pairs of head_dim_v {}: a lane transposes {registers} registers, \
+                 which are more than {most}",
                 self.block_n, self.block_m, spec.head_dim_v
             ));
         }

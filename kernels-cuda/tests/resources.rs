@@ -465,9 +465,8 @@ fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         .into_iter()
         .map(|(name, qk, v)| in_format(of_dims(qk, v).v_layout(VLayout::ColMajor), name, BlockFormat::Nvfp4));
     // Rows of pairs are transposed by one warp, or by the two that copy.
-    let by_rows: [(&str, u32, u32, Change); 7] = [
+    let by_rows: [(&str, u32, u32, Change); 6] = [
         ("64x64_rows", 64, 64, |problem| problem),
-        ("96x96_rows", 96, 96, |problem| problem),
         ("128x128_rows", 128, 128, |problem| problem),
         ("160x160_rows", 160, 160, |problem| problem),
         ("256x256_rows", 256, 256, |problem| problem),

@@ -46,7 +46,7 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             }
         }
         // The last block of a row has fewer elements than the others.
-        for head_dim in [1, 5, 16, 31, 64, 100, 128, 192, 256] {
+        for head_dim in [1, 5, 16, 31, 64, 100, 128, 160, 192, 256] {
             let dims = Dims { head_dim_qk: head_dim, head_dim_v: head_dim, ..small(dtype, "b").dims };
             let problem = masked(dtype, dims, "b").with_block_scales(format);
             push(&format!("{dtype}/head_dim/d{head_dim}"), problem, Lengths::default());
@@ -290,6 +290,17 @@ fn under_masks(cases: &mut Vec<Case>, format: BlockFormat) {
                 Backward { problem, lengths: lengths.clone(), data, deterministic, planted: Vec::new() };
             cases.push(Case { name, body: Body::Backward(Box::new(body)) });
         }
+    }
+    // Rows that see none of a block whose scale is NaN stay finite.
+    for kind in ["intervals", "lists"] {
+        let (problem, lengths) = masks::problem(DType::Bf16, "batch", kind, 530);
+        let name = format!("scales/{format}/masks/nan_scale/{kind}");
+        let data = data(&name);
+        let mut case = Case::forward(name, problem.with_block_scales(format), lengths, data);
+        if let Body::Forward(forward) = &mut case.body {
+            forward.plant = Plant::At(Operand::BlockScaleV, [1, 1, 0, 9], f64::NAN);
+        }
+        cases.push(case);
     }
 }
 

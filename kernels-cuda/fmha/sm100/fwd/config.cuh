@@ -181,7 +181,7 @@ struct Smem : ScaleSlots<spec, tile> {
                          v_columns ? bytes_of_keys : own_dim_v, clustered>;
   // V of pairs along its rows, as memory has it.
   using VRows = SmemTile<uint8_t, tile.block_n, bytes_of_pairs(spec.head_dim_v)>;
-  static constexpr int v_bytes = transposes_v(spec, tile) ? max(VTile::tile_bytes, VRows::tile_bytes) : VTile::tile_bytes;
+  static constexpr int v_bytes = max(VTile::tile_bytes, transposes_v(spec, tile) ? VRows::tile_bytes : 0);
   // A slot of the ring holds a block of K or of V.
   struct alignas(1024) KvSlot {
     unsigned char bytes[max(KTile::tile_bytes, v_bytes)];
