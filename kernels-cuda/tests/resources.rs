@@ -1051,8 +1051,9 @@ fn spills_as_listed(
 ) {
     let all = include_str!("resources_spills.txt");
     for (name, source) in kernels.into_iter().step_by(every) {
-        // CUDA 12.9's PTX is the first that has `.block32` of block-scaled products.
-        if name.ends_with("_mxfp8") && [major, minor] < [12, 9] {
+        // CUDA 12.9's PTX is the first that has `.block32` and `.block16` of block-scaled products.
+        let is_scaled = name.ends_with("_mxfp8") || name.ends_with("_nvfp4");
+        if is_scaled && [major, minor] < [12, 9] {
             eprintln!("absent: NVRTC {major}.{minor} does not compile {name}");
             continue;
         }
