@@ -13,7 +13,7 @@ FMHA_DEVICE void fwd_scaled(const FwdParams& p, const Maps& maps, const TileSche
   fwd<spec, tile>(p, maps, schedule, EveryKey{}, BlockScales{scales});
 }
 
-// The same under masks as data and a mask as code.
+// Attention over MXFP8 and NVFP4 under masks as data and a mask as code.
 template <FwdSpec spec, Sm100Tile tile, bool has_function>
 FMHA_DEVICE void fwd_masked_scaled(const FwdParams& p, const Maps& maps, const TileSchedule& schedule,
                                    const MaskDataParams& masks, const TileList& list, const BlockScaleParams& scales) {

@@ -1,6 +1,6 @@
-// Transposition of NVFP4's V: from pairs along its rows, [keys, dim / 2] bytes, to pairs of keys, [dim, keys / 2] bytes,
-// which the tensor cores read. Both lie in one slot of the ring: threads read the whole block to registers, wait for
-// each other, and write it transposed.
+// Transposition of NVFP4's V: from pairs along its rows, [keys, dim / 2] bytes, to pairs of keys, [dim, keys / 2]
+// bytes, which the tensor cores read. Both lie in one slot of the ring: threads read the whole block to registers, wait
+// for each other, and write it transposed.
 //
 //   unit, of a thread   8 keys x 16 elements of the head: eight words of 8 bytes, two squares of 8 x 8 elements
 //   square              half words of keys k and k + 4 are exchanged, then bytes of k and k + 2, then halves of bytes
