@@ -1106,7 +1106,7 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         mode: Mode::HappensBefore,
         in_test: Cases {
-            filter: "^scales/nvfp4/(bf16/(descale_head/r/|columns/d64)|masks/batch/lists$)",
+            filter: "^scales/nvfp4/(bf16/(head_dim/d64$|columns/d64)|masks/batch/lists$)",
             deal: 1,
         },
         in_all: Cases { filter: NVFP4, deal: 1 },

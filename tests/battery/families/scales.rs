@@ -96,10 +96,12 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
         let used = plain("b").seqused_q(true).seqused_k(true);
         let lengths = Lengths { seqused_q: vec![30, 7], seqused_k: vec![33, 0], ..Lengths::default() };
         push(&format!("{dtype}/lengths"), used, lengths.clone());
-        // Pages hold whole blocks.
-        for page_size in [32, 64] {
-            let what = format!("{dtype}/paged/p{page_size}");
-            let dims = Dims { seqlen_k: 200, ..small(dtype, "b").dims };
+        // Pages hold whole blocks. TMA brings pairs of D 64.
+        for (page_size, head_dim) in [(32, 48), (64, 48), (32, 64)] {
+            let of_dim = if head_dim == 64 { "/d64" } else { "" };
+            let what = format!("{dtype}/paged/p{page_size}{of_dim}");
+            let dims = small(dtype, "b").dims;
+            let dims = Dims { seqlen_k: 200, head_dim_qk: head_dim, head_dim_v: head_dim, ..dims };
             let paged = masked(dtype, dims, "b").seqused_k(true);
             let lengths = Lengths { seqused_k: vec![200, 71], ..Lengths::default() };
             let (paged, lengths) = in_pages(paged, page_size, lengths, &named(&what));
