@@ -129,17 +129,21 @@ impl Sm100Tile {
     /// tensor memory has room for beside scales.
     #[must_use]
     pub fn with_scales(self, spec: &FwdSpec, scale_block: i32) -> Self {
-        let block_n = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
-        let tile = Self { scale_block, cluster: 1, block_n, ..self };
-        let fits = |block_n: &i32| {
-            let tile = Self { block_n: *block_n, stages: 2, ..tile };
-            tile.tmem_columns(spec) <= TMEM_COLUMNS && tile.smem_bytes(spec) <= MAX_SMEM_BYTES
+        let most_keys = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
+        let of = |block_m, block_n| Self { scale_block, cluster: 1, block_m, block_n, stages: 2, ..self };
+        let fits = |tile: &Self| {
+            tile.tmem_columns(spec) <= TMEM_COLUMNS
+                && tile.smem_bytes(spec) <= MAX_SMEM_BYTES
+                && tile.check_transposition(spec).is_ok()
         };
         // A step of a product of pairs has 64 keys.
-        let keys = [128, 96, 64].into_iter().filter(|keys| !tile.has_pairs() || keys % 64 == 0);
-        let block_n =
-            keys.filter(|keys| *keys <= block_n).find(fits).unwrap_or(if tile.has_pairs() { 64 } else { 32 });
-        let tile = Self { block_n, ..tile };
+        let keys = || {
+            let whole = |keys: &i32| *keys <= most_keys && (scale_block != 16 || keys % 64 == 0);
+            [128, 96, 64].into_iter().filter(whole)
+        };
+        let rows = [self.block_m, 128].into_iter();
+        let tile = rows.flat_map(|rows| keys().map(move |keys| of(rows, keys))).find(fits);
+        let tile = tile.unwrap_or(of(128, if scale_block == 16 { 64 } else { 32 }));
         Self { stages: most_stages(spec, &tile), ..tile }
     }
 
@@ -149,9 +153,34 @@ impl Sm100Tile {
         self.scale_block == 16
     }
 
+    /// Whether pairs of V lie along its rows, while products read pairs of keys: a warp transposes each block.
+    #[must_use]
+    pub fn transposes_v(&self, spec: &FwdSpec) -> bool {
+        self.has_pairs() && spec.v_layout == VLayout::RowMajor
+    }
+
+    /// Checks that a lane has registers for its part of a block of V that it transposes.
+    ///
+    /// # Errors
+    /// A text with the keys of a block, and the registers.
+    fn check_transposition(&self, spec: &FwdSpec) -> Result<(), String> {
+        // A thread of a warp takes units of 8 keys and 16 elements of the head, 16 registers each.
+        let units = self.block_n / 8 * (sm90::padded_dim(spec.head_dim_v) / 16);
+        let registers = (units + 31) / 32 * 16;
+        let most = if self.num_q_tiles() == 2 { 48 } else { 64 };
+        if self.transposes_v(spec) && registers > most {
+            return Err(format!(
+                "block_n={} block_m={} with rows of pairs of head_dim_v {}: a lane transposes {registers} registers, \
+                 which are more than {most}",
+                self.block_n, self.block_m, spec.head_dim_v
+            ));
+        }
+        Ok(())
+    }
+
     /// Bytes or elements of a row of Q and K in shared memory: where pairs share bytes, whole steps of a product.
-    const fn row_of_qk(&self, spec: &FwdSpec) -> i32 {
-        if self.has_pairs() { round_up(spec.head_dim_qk, 64) / 2 } else { sm90::padded_dim(spec.head_dim_qk) }
+    pub(crate) const fn row_of_qk(&self, spec: &FwdSpec) -> i32 {
+        if self.has_pairs() { bytes_of_pairs(spec.head_dim_qk) } else { sm90::padded_dim(spec.head_dim_qk) }
     }
 
     /// Bytes or elements that the keys of a block take in a column of V.
@@ -167,7 +196,8 @@ impl Sm100Tile {
         self.vector_store = stores_vectors(problem);
         if let Some(lists) = problem.masks.block_lists {
             let divides = |keys: &i32| lists.block_k.is_multiple_of(keys.unsigned_abs());
-            let met = [128, 96, 64].into_iter().filter(|&keys| keys <= self.block_n).find(divides);
+            let may_be = |keys: &i32| *keys <= self.block_n && (!self.has_pairs() || keys % 64 == 0);
+            let met = [128, 96, 64].into_iter().filter(may_be).find(divides);
             self.block_n = met.unwrap_or(self.block_n);
             if lists.block_q < 256 {
                 self.block_m = 128;
@@ -185,17 +215,18 @@ impl Sm100Tile {
 
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     #[must_use]
-    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
+    pub fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         self.stages * self.slot_bytes(spec) + self.fixed_smem_bytes(spec)
     }
 
     /// A slot of the ring of K and V blocks.
-    const fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
+    fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (
             tile_bytes(self.block_n / self.cluster, self.row_of_qk(spec), spec.dtype_qk),
             tile_bytes(self.keys_in_column(), sm90::padded_dim(spec.head_dim_v) / self.cluster, spec.dtype_v),
         );
-        if k > v { k } else { v }
+        let rows = if self.transposes_v(spec) { self.block_n * bytes_of_pairs(spec.head_dim_v) } else { 0 };
+        k.max(v).max(rows)
     }
 
     /// Bytes that do not grow with the stages: Q, statistics, work, barriers.
@@ -231,7 +262,7 @@ impl Sm100Tile {
     }
 
     /// Words of four scales that a row of Q or K has, tiles of 128 columns of a block of V, and words of a row of P.
-    const fn words_of_scales(&self, spec: &FwdSpec) -> [i32; 3] {
+    pub(crate) const fn words_of_scales(&self, spec: &FwdSpec) -> [i32; 3] {
         let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), (sm90::padded_dim(spec.head_dim_v) + 127) / 128);
         if self.has_pairs() {
             let p = self.block_n / 64;
@@ -354,9 +385,12 @@ impl Sm100Tile {
 
     /// The box of the tensor map of V: (dim, keys, heads, batch); of a column-major V (keys, dim, heads, batch).
     #[must_use]
-    pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
+    pub fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
         let dim = sm90::padded_dim(spec.head_dim_v) / self.cluster;
         match spec.v_layout {
+            VLayout::RowMajor if self.has_pairs() => {
+                [swizzle_span(bytes_of_pairs(spec.head_dim_v), spec.dtype_v), self.keys_of_box(), 1, 1]
+            }
             VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.keys_of_box(), 1, 1],
             VLayout::ColMajor => [swizzle_span(self.keys_in_column(), spec.dtype_v), dim, 1, 1],
         }
@@ -375,6 +409,11 @@ fn as_stored(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
     Cow::Owned(stored)
 }
 
+/// Bytes of a row whose elements share them by two, in whole steps of a product.
+const fn bytes_of_pairs(dim: i32) -> i32 {
+    round_up(dim, 64) / 2
+}
+
 const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
     round_up(rows * padded * dtype.size_bytes() as i32, 1024)
 }
@@ -390,12 +429,6 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         let format = scales.format;
         if format == BlockFormat::Nvfp4 {
             takes_pairs(problem).or_else(&refuse)?;
-        }
-        if !problem.masks.is_empty() {
-            return refuse(format!("masks as data beside block_scales {format} are not taken"));
-        }
-        if tile_list::serve(problem) {
-            return refuse(format!("a mask as code beside block_scales {format} is not taken"));
         }
         if problem.cache.tree_mask {
             let queries = problem.dims.seqlen_q;
@@ -444,12 +477,6 @@ fn takes_pairs(problem: &FwdProblem) -> Result<(), String> {
     if !dim.is_multiple_of(2) {
         return Err(format!(
             "head_dim_qk {dim} beside block_scales nvfp4: a pair of elements is half another's"
-        ));
-    }
-    if problem.layout.v != VLayout::ColMajor {
-        let dim = problem.dims.head_dim_v;
-        return Err(format!(
-            "v_layout row of head_dim_v {dim} beside block_scales nvfp4: products take pairs of keys, of a column-major V"
         ));
     }
     Ok(())
@@ -575,7 +602,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile 
 /// The spec of a problem.
 #[must_use]
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
-    if tile_list::serve(problem) { tile_list::spec(problem) } else { FwdSpec::of(&as_stored(problem)) }
+    let stored = as_stored(problem);
+    if tile_list::serve(problem) { tile_list::spec(&stored) } else { FwdSpec::of(&stored) }
 }
 
 /// The tile for long sequences of a spec.
@@ -713,7 +741,41 @@ pub fn fwd_scaled(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
             assert_smem(spec, tile)
         ),
     };
-    crate::source(entry.render(), || [schedule::header(), host_header(), scale_params::header()])
+    crate::source(entry.render(), || {
+        [
+            schedule::header(),
+            host_header(),
+            fmha_core::masks::header(),
+            tile_list::header(),
+            scale_params::header(),
+        ]
+    })
+}
+
+/// The kernel over scales of blocks and under masks as data, with `has_function` also under a mask as code. It has the
+/// arguments of [`fwd_masked`], then [`BlockScaleParams`](scale_params::BlockScaleParams).
+#[must_use]
+pub fn fwd_masked_scaled(spec: &FwdSpec, tile: &Sm100Tile, has_function: bool) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: SCALED_HEADER,
+        constants: &constants,
+        bounds: BOUNDS,
+        params: &format!("{OPERANDS}{}, const __grid_constant__ BlockScaleParams scales", tile_list::PARAMS),
+        call: &format!(
+            "{}sm100::fwd_masked_scaled<kSpec, kTile, {has_function}>(p, maps, schedule, masks, list, scales);",
+            assert_smem(spec, tile)
+        ),
+    };
+    crate::source(entry.render(), || {
+        [
+            schedule::header(),
+            host_header(),
+            fmha_core::masks::header(),
+            tile_list::header(),
+            scale_params::header(),
+        ]
+    })
 }
 
 /// The kernel under a tree mask, with the argument [`TreeMask`](crate::tree_mask::TreeMask) after the others.

@@ -13,6 +13,7 @@ use fmha_core::code_source::CodeSource;
 use fmha_core::source::KernelSource;
 use fmha_core::sparse::Indexer;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
+use fmha_core::value_params::BlockValuesSpec;
 use fmha_core::{
     BiasGrad, BlockFormat, BwdProblem, CacheRows, CapturedTensor, DType, Dims, FwdProblem, Intervals,
     KeyLists, KvLayout, ListEntries, MaskAxes, MaskKind, MaskSpec, Merge, QLayout, SecondCache, VLayout,
@@ -425,8 +426,8 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Blackwell's forward over MXFP8 and NVFP4: head dimensions with one and two query tiles, V by columns, pages, loads
-/// by copies.
+/// Blackwell's forward over MXFP8 and NVFP4: head dimensions with one and two query tiles, V by columns and by rows,
+/// pages, loads by copies, masks as data; and the launch that writes values for gradients.
 fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     type Change = fn(FwdProblem) -> FwdProblem;
     let paged: Change = |mut problem| {
@@ -447,7 +448,12 @@ fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         let problem = problem.mask(MaskSpec::CAUSAL).with_block_scales(format);
         let tile = sm100::choose_tile(&problem, arch, 148);
         let name = format!("sm100_{name}_{}", if format == BlockFormat::Nvfp4 { "nvfp4" } else { "mxfp8" });
-        (name, sm100::fwd_scaled(&sm100::spec_of(&problem), &tile))
+        let spec = sm100::spec_of(&problem);
+        let source = match problem.masks.is_empty() {
+            true => sm100::fwd_scaled(&spec, &tile),
+            false => sm100::fwd_masked_scaled(&spec, &tile, false),
+        };
+        (name, source)
     };
     let of_dims = |qk, v| FwdProblem::batch(DType::Bf16, one_head(qk, v));
     let mxfp8 = cases
@@ -458,7 +464,38 @@ fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     let nvfp4 = nvfp4
         .into_iter()
         .map(|(name, qk, v)| in_format(of_dims(qk, v).v_layout(VLayout::ColMajor), name, BlockFormat::Nvfp4));
-    mxfp8.chain(nvfp4).collect()
+    // Rows of pairs are transposed by one warp, or by the two that copy.
+    let by_rows: [(&str, u32, u32, Change); 6] = [
+        ("64x64_rows", 64, 64, |problem| problem),
+        ("128x128_rows", 128, 128, |problem| problem),
+        ("160x160_rows", 160, 160, |problem| problem),
+        ("256x256_rows", 256, 256, |problem| problem),
+        ("100x100_rows_copied", 100, 100, |problem| problem),
+        ("128_rows_pages", 128, 128, paged),
+    ];
+    let by_rows = by_rows
+        .into_iter()
+        .map(|(name, qk, v, change)| in_format(change(of_dims(qk, v)), name, BlockFormat::Nvfp4));
+    let masked = |mut problem: FwdProblem| {
+        let axes = MaskAxes { per_batch: false, heads: 1 };
+        problem.masks.intervals = Some(Intervals::batch(&problem, axes, 4));
+        problem
+    };
+    let under_masks =
+        [(BlockFormat::Mxfp8E4m3, 128), (BlockFormat::Mxfp8E4m3, 256), (BlockFormat::Nvfp4, 128)]
+            .map(|(format, dim)| in_format(masked(of_dims(dim, dim)), &format!("{dim}_masked"), format));
+    let values = [
+        ("mxfp8_to_bf16", DType::Bf16, BlockFormat::Mxfp8E4m3, VLayout::RowMajor),
+        ("nvfp4_to_bf16", DType::Bf16, BlockFormat::Nvfp4, VLayout::RowMajor),
+        ("nvfp4_v_columns_to_bf16", DType::Bf16, BlockFormat::Nvfp4, VLayout::ColMajor),
+        ("mxfp8_to_f32", DType::F32, BlockFormat::Mxfp8E5m2, VLayout::RowMajor),
+    ]
+    .map(|(name, dtype, format, layout)| {
+        let problem = FwdProblem::batch(dtype, one_head(128, 128)).v_layout(layout).with_block_scales(format);
+        let spec = BlockValuesSpec::of(&problem).unwrap();
+        (format!("block_values_{name}"), rows::source(RowKernel::BlockValues, &spec))
+    });
+    mxfp8.chain(nvfp4).chain(by_rows).chain(under_masks).chain(values).collect()
 }
 
 /// Kernels of Blackwell's backward: each head dimension's tile, masks, what modifiers cost.
@@ -1016,8 +1053,9 @@ fn spills_as_listed(
 ) {
     let all = include_str!("resources_spills.txt");
     for (name, source) in kernels.into_iter().step_by(every) {
-        // CUDA 12.9's PTX is the first that has `.block32` of block-scaled products.
-        if name.ends_with("_mxfp8") && [major, minor] < [12, 9] {
+        // CUDA 12.9's PTX is the first that has `.block32` and `.block16` of block-scaled products.
+        let is_scaled = name.ends_with("_mxfp8") || name.ends_with("_nvfp4");
+        if is_scaled && [major, minor] < [12, 9] {
             eprintln!("absent: NVRTC {major}.{minor} does not compile {name}");
             continue;
         }

@@ -71,6 +71,16 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: false,
+        what: "masks as data beside scales by blocks are Blackwell's and the CPU's, forward",
+        applies: |case, problem| {
+            matches!(case.body, Body::Forward(_))
+                && problem.is_some_and(|p| p.block_scales.is_some() && !p.masks.is_empty())
+        },
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
+        slowly: false,
         what: "gradients of packed queries beside scales by blocks are the CPU's",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_))

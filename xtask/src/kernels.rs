@@ -94,8 +94,8 @@ const WIDE_GRADIENTS: &str = "^backward/(wide|over_blocks|in_turns|hidden)/(.*/)
 
 /// Scales by blocks that Blackwell's kernel takes.
 const MXFP8: &str = "^scales/mxfp8_";
-/// Those of NVFP4 with columns of V.
-const NVFP4: &str = "^scales/nvfp4/(bf16|f32)/(descale_[a-z]*/c/|keys/[0-9]*/c|columns/)";
+/// Those of NVFP4; an odd head_dim_qk is refused.
+const NVFP4: &str = "^scales/nvfp4/(bf16|f32|drawn|masks|numbers|nan_scale)/";
 
 /// Lists of keys, forward, in 16 bits.
 const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wide|score|parts|blocks|union|appended|twice|repeated)/b?f16|\
@@ -1151,7 +1151,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(edges|heads|rare)/.*bf16", deal: 4 },
         ..BLACKWELL
     },
-    // MXFP8 in Blackwell's matrix unit, every access ordered by vector clocks, and late asynchronous work.
+    // MXFP8 and NVFP4 in Blackwell's matrix unit, under masks as data too, every access ordered by vector clocks, and
+    // late asynchronous work.
     Row {
         mode: Mode::HappensBefore,
         in_test: Cases { filter: "^scales/mxfp8_e4m3/bf16/descale_head/c/", deal: 1 },
@@ -1160,7 +1161,10 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         mode: Mode::HappensBefore,
-        in_test: Cases { filter: "^scales/nvfp4/bf16/(descale_head/c/|columns/d64)", deal: 1 },
+        in_test: Cases {
+            filter: "^scales/nvfp4/(bf16/(head_dim/d64$|columns/d64)|masks/batch/lists$)",
+            deal: 1,
+        },
         in_all: Cases { filter: NVFP4, deal: 1 },
         ..BLACKWELL
     },
@@ -1172,7 +1176,7 @@ pub(crate) const ROWS: &[Row] = &[
             filter: "^scales/mxfp8_e4m3/backward/bf16/(descale_head|head_dim/d31x47$)",
             deal: 1,
         },
-        in_all: Cases { filter: "^scales/[a-z0-9_]*/backward/(bf16|nan|drawn)", deal: 1 },
+        in_all: Cases { filter: "^scales/[a-z0-9_]*/backward/(bf16|nan|drawn|masks)", deal: 1 },
         ..BLACKWELL
     },
     Row {

@@ -100,9 +100,17 @@ struct Copier {
     pending = &full;
   }
   FMHA_DEVICE void flush() {
-    if (!pending) return;
+    if (pending) drain();
+  }
+  // Waits for this thread's groups of copies, and announces the tile before.
+  FMHA_DEVICE void drain() {
     ptx::cp_async_wait_group<0>();
     arrive_at_pending();
+  }
+  // Waits for this thread's copies under way, the last tile's too, which is not announced.
+  FMHA_DEVICE void land() {
+    ptx::cp_async_commit_group();
+    drain();
   }
   // Announces the last copy, which this thread has seen complete.
   FMHA_DEVICE void arrive_at_pending() {

@@ -91,6 +91,7 @@ impl Sm100Tile {
         if self.has_pairs() && self.block_n % 64 != 0 {
             return refuse(format!("block_n={} beside pairs of elements: a step has 64 keys", self.block_n));
         }
+        self.check_transposition(spec).or_else(&refuse)?;
         if self.split_keys % self.block_n != 0 {
             return refuse(format!(
                 "split_keys={} is not a multiple of block_n={}",

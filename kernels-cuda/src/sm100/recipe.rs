@@ -100,8 +100,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             kernel: sm100::NAME,
             source: match &list {
                 Some(list) => {
-                    let source = sm100::fwd_masked(&own_spec, &tile, has_function);
-                    tile_list::behind(list, problem, source)
+                    let of_kernel = match tile.scale_block {
+                        0 => sm100::fwd_masked,
+                        _ => sm100::fwd_masked_scaled,
+                    };
+                    tile_list::behind(list, problem, of_kernel(&own_spec, &tile, has_function))
                 }
                 None if problem.cache.tree_mask => sm100::fwd_tree(&own_spec, &tile),
                 None if tile.scale_block > 0 => sm100::fwd_scaled(&own_spec, &tile),
@@ -196,28 +199,29 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         };
         let main = |params: &mut FwdParams, (first, count)| {
             let mut rows = schedule.of_blocks(first, count);
-            let (mut masks, mut of_tiles, mut tree, mut scales) = (masks, list, tree, scales);
-            let list: *mut c_void =
-                of_tiles.as_mut().map_or(std::ptr::null_mut(), |list| (&raw mut *list).cast());
-            let mut arguments = [
-                (&raw mut *params).cast(),
-                (&raw const maps).cast_mut().cast(),
-                (&raw mut rows).cast(),
-                match &mut scales {
-                    Some(scales) => (&raw mut *scales).cast(),
-                    None if call.problem.cache.tree_mask => (&raw mut tree).cast(),
-                    None => (&raw mut masks).cast(),
-                },
-                list,
-            ];
-            let count = match call.problem.cache.tree_mask || scales.is_some() {
-                true => 4,
-                false if list.is_null() => 3,
-                false => 5,
+            let (mut masks, mut list, mut tree, mut scales) = (masks, list, tree, scales);
+            let mut arguments: [*mut c_void; 6] = [std::ptr::null_mut(); 6];
+            let mut count = 0;
+            let mut add = |argument: *mut c_void| {
+                arguments[count] = argument;
+                count += 1;
             };
-            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule, under a tree mask TreeMask, over MXFP8
-            // BlockScaleParams, and under masks MaskDataParams and TileList; `check_fwd` saw that the memory covers the
-            // problem, and the maps were made for the same extents.
+            add((&raw mut *params).cast());
+            add((&raw const maps).cast_mut().cast());
+            add((&raw mut rows).cast());
+            if call.problem.cache.tree_mask {
+                add((&raw mut tree).cast());
+            }
+            if let Some(list) = &mut list {
+                add((&raw mut masks).cast());
+                add((&raw mut *list).cast());
+            }
+            if let Some(scales) = &mut scales {
+                add((&raw mut *scales).cast());
+            }
+            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule, under a tree mask TreeMask, under masks
+            // MaskDataParams and TileList, and over scales of blocks BlockScaleParams; `check_fwd` saw that the memory
+            // covers the problem, and the maps were made for the same extents.
             unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
         let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));

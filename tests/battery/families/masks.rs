@@ -137,23 +137,33 @@ pub(super) fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (Fw
         }
         _ => {}
     }
+    let gap = if variant == "strides" { 3 } else { 0 };
+    draw_kind(&mut problem, &mut lengths, kind, gap, seed);
+    (problem, lengths)
+}
+
+/// Adds masks of a kind to a problem, dense in memory.
+pub(super) fn draw(problem: &mut FwdProblem, lengths: &mut Lengths, kind: &str, seed: u64) {
+    draw_kind(problem, lengths, kind, 0, seed);
+}
+
+fn draw_kind(problem: &mut FwdProblem, lengths: &mut Lengths, kind: &str, gap: i64, seed: u64) {
+    let dims = problem.dims;
     let per_batch = seed.is_multiple_of(2);
     let heads = |of: u64| [1, dims.num_heads_kv, dims.num_heads_q][(of % 3) as usize];
-    let gap = if variant == "strides" { 3 } else { 0 };
     if matches!(kind, "intervals" | "all") {
         let axes = MaskAxes { per_batch, heads: heads(seed) };
-        draw_intervals(&mut problem, &mut lengths, axes, gap, seed);
+        draw_intervals(problem, lengths, axes, gap, seed);
     }
     if matches!(kind, "bits" | "all") {
         let axes = MaskAxes { per_batch: !per_batch, heads: heads(seed / 3) };
-        draw_bits(&mut problem, &mut lengths, axes, gap, seed);
+        draw_bits(problem, lengths, axes, gap, seed);
     }
     if matches!(kind, "partial" | "full" | "lists" | "all") {
         let axes = MaskAxes { per_batch, heads: if seed.is_multiple_of(2) { 1 } else { dims.num_heads_q } };
         let has = [kind != "full", kind != "partial"];
-        draw_lists(&mut problem, &mut lengths, (axes, has), gap, seed);
+        draw_lists(problem, lengths, (axes, has), gap, seed);
     }
-    (problem, lengths)
 }
 
 /// A pseudo-random word of these coordinates.

@@ -6,6 +6,7 @@ use fmha_core::{BlockFormat, BwdProblem, DType, Descale, Dims, FwdProblem, Shape
 
 use super::decode::in_pages;
 use super::edges::{data, masked};
+use super::masks;
 use crate::case::{Backward, Body, Case, Plant};
 use crate::init::{Init, mix};
 use crate::tensor::Operand;
@@ -22,6 +23,7 @@ pub(crate) fn cases() -> Vec<Case> {
         of_format(&mut cases, format);
         drawn(&mut cases, format);
         backward(&mut cases, format);
+        under_masks(&mut cases, format);
     }
     cases
 }
@@ -44,7 +46,7 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             }
         }
         // The last block of a row has fewer elements than the others.
-        for head_dim in [1, 5, 16, 31, 64, 100, 128, 192, 256] {
+        for head_dim in [1, 5, 16, 31, 64, 100, 128, 160, 192, 256] {
             let dims = Dims { head_dim_qk: head_dim, head_dim_v: head_dim, ..small(dtype, "b").dims };
             let problem = masked(dtype, dims, "b").with_block_scales(format);
             push(&format!("{dtype}/head_dim/d{head_dim}"), problem, Lengths::default());
@@ -94,10 +96,12 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
         let used = plain("b").seqused_q(true).seqused_k(true);
         let lengths = Lengths { seqused_q: vec![30, 7], seqused_k: vec![33, 0], ..Lengths::default() };
         push(&format!("{dtype}/lengths"), used, lengths.clone());
-        // Pages hold whole blocks.
-        for page_size in [32, 64] {
-            let what = format!("{dtype}/paged/p{page_size}");
-            let dims = Dims { seqlen_k: 200, ..small(dtype, "b").dims };
+        // Pages hold whole blocks. TMA brings pairs of D 64.
+        for (page_size, head_dim) in [(32, 48), (64, 48), (32, 64)] {
+            let of_dim = if head_dim == 64 { "/d64" } else { "" };
+            let what = format!("{dtype}/paged/p{page_size}{of_dim}");
+            let dims = small(dtype, "b").dims;
+            let dims = Dims { seqlen_k: 200, head_dim_qk: head_dim, head_dim_v: head_dim, ..dims };
             let paged = masked(dtype, dims, "b").seqused_k(true);
             let lengths = Lengths { seqused_k: vec![200, 71], ..Lengths::default() };
             let (paged, lengths) = in_pages(paged, page_size, lengths, &named(&what));
@@ -250,6 +254,58 @@ fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
     }
 }
 
+/// Masks as data, each kind alone and all together, beside what changes scores and lengths.
+fn under_masks(cases: &mut Vec<Case>, format: BlockFormat) {
+    let alone = ["intervals", "bits", "partial", "full", "lists", "all"].map(|kind| ("batch", kind));
+    let beside = [
+        ("used", "lists"),
+        ("window", "bits"),
+        ("softcap", "intervals"),
+        ("alibi", "lists"),
+        ("bias", "intervals"),
+        ("sink", "bits"),
+        ("dropout", "all"),
+        ("few_queries", "all"),
+        ("strides", "all"),
+        ("wide_heads", "all"),
+        ("code", "intervals"),
+        ("code", "all"),
+        ("long", "lists"),
+    ];
+    for (nth, (variant, kind)) in alone.into_iter().chain(beside).enumerate() {
+        let layout = [VLayout::RowMajor, VLayout::ColMajor][nth % 2];
+        let seed = 500 + nth as u64;
+        let (problem, lengths) = masks::problem(DType::Bf16, variant, kind, seed);
+        let problem = problem.v_layout(layout).with_block_scales(format);
+        let name = format!("scales/{format}/masks/{variant}/{kind}");
+        let drawn = data(&name);
+        cases.push(Case::forward(name, problem.clone(), lengths.clone(), drawn));
+        for deterministic in [false, true] {
+            if deterministic && kind != "all" {
+                continue;
+            }
+            let order = if deterministic { "/ordered" } else { "" };
+            let name = format!("scales/{format}/backward/masks/{variant}/{kind}{order}");
+            let data = data(&name);
+            let problem = BwdProblem::new(problem.clone());
+            let body =
+                Backward { problem, lengths: lengths.clone(), data, deterministic, planted: Vec::new() };
+            cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+        }
+    }
+    // Rows that see none of a block whose scale is NaN stay finite.
+    for kind in ["intervals", "lists"] {
+        let (problem, lengths) = masks::problem(DType::Bf16, "batch", kind, 530);
+        let name = format!("scales/{format}/masks/nan_scale/{kind}");
+        let data = data(&name);
+        let mut case = Case::forward(name, problem.with_block_scales(format), lengths, data);
+        if let Body::Forward(forward) = &mut case.body {
+            forward.plant = Plant::At(Operand::BlockScaleV, [1, 1, 0, 9], f64::NAN);
+        }
+        cases.push(case);
+    }
+}
+
 /// Problems that a number alone decides: sizes, lengths, mask, layouts and modifiers together.
 fn drawn(cases: &mut Vec<Case>, format: BlockFormat) {
     for number in 0..DRAWN {
@@ -298,6 +354,11 @@ fn draw_problem(format: BlockFormat, name: &str, may_be_paged: bool) -> (FwdProb
     }
     if below(3) == 0 {
         problem = problem.v_layout(VLayout::ColMajor);
+    }
+    let kinds = ["intervals", "bits", "partial", "full", "lists", "all"];
+    if let Some(kind) = kinds.get(below(18) as usize) {
+        let seed = data.seed ^ 0x6d61_736b;
+        masks::draw(&mut problem, &mut lengths, kind, seed);
     }
     (problem.with_block_scales(format).descale_q(of_q).descale_k(of_k).descale_v(of_v), lengths)
 }

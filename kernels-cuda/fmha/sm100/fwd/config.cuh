@@ -31,6 +31,10 @@ FMHA_DEVICE consteval bool loads_pages(const Sm100Tile& tile) { return tile.page
 // FP8, with an E4M3 scale for each 16.
 FMHA_DEVICE consteval bool is_scaled(const Sm100Tile& tile) { return tile.scale_block > 0; }
 FMHA_DEVICE consteval bool has_pairs(const Sm100Tile& tile) { return tile.scale_block == 16; }
+// Whether pairs of V lie along its rows, while products read pairs of keys: transpose_pairs.cuh.
+FMHA_DEVICE consteval bool transposes_v(const FwdSpec& spec, const Sm100Tile& tile) {
+  return has_pairs(tile) && spec.v_layout == VLayout::RowMajor;
+}
 
 // Rows of a tile of work: a CTA's query tiles follow each other; a pair's are taken by its CTAs in turn, so that one
 // product has 256 adjacent rows.
@@ -166,19 +170,25 @@ struct Smem : ScaleSlots<spec, tile> {
   // Elements of a row; where pairs share bytes, bytes.
   static constexpr int dim_qk = has_pairs(tile) ? bytes_of_pairs(spec.head_dim_qk) : padded_dim(spec.head_dim_qk);
   static constexpr int dim_v = padded_dim(spec.head_dim_v), bytes_of_keys = tile.block_n / (has_pairs(tile) ? 2 : 1);
-  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor, clustered = is_pair(tile);
+  // Whether products read V as [dim, keys].
+  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor || transposes_v(spec, tile);
+  static constexpr bool clustered = is_pair(tile);
   // Each CTA of a pair holds half of K's rows and half of V's columns of a block.
   static constexpr int own_keys = tile.block_n / tile.cluster, own_dim_v = dim_v / tile.cluster;
   using QTile = SmemTile<mma::Storage<spec.dtype_qk>, kRows, dim_qk, clustered>;
   using KTile = SmemTile<mma::Storage<spec.dtype_qk>, own_keys, dim_qk, clustered>;
   using VTile = SmemTile<mma::Storage<spec.dtype_v>, v_columns ? own_dim_v : tile.block_n,
                          v_columns ? bytes_of_keys : own_dim_v, clustered>;
+  // V of pairs along its rows, as memory has it.
+  using VRows = SmemTile<uint8_t, tile.block_n, bytes_of_pairs(spec.head_dim_v)>;
+  static constexpr int v_bytes = max(VTile::tile_bytes, transposes_v(spec, tile) ? VRows::tile_bytes : 0);
   // A slot of the ring holds a block of K or of V.
   struct alignas(1024) KvSlot {
-    unsigned char bytes[max(KTile::tile_bytes, VTile::tile_bytes)];
+    unsigned char bytes[max(KTile::tile_bytes, v_bytes)];
 
     FMHA_DEVICE const KTile& k() const { return *reinterpret_cast<const KTile*>(bytes); }
     FMHA_DEVICE const VTile& v() const { return *reinterpret_cast<const VTile*>(bytes); }
+    FMHA_DEVICE const VRows& v_rows() const { return *reinterpret_cast<const VRows*>(bytes); }
   };
 
   QTile q[q_tiles];
@@ -189,7 +199,8 @@ struct Smem : ScaleSlots<spec, tile> {
                                    // MXFP8 also the arrival of the warp that brings its scales
   Barrier q_empty[q_tiles];        // the tile's last scores are computed
   Barrier kv_full[tile.stages];    // as q_full, of a block, or the zero role's arrival
-  Barrier kv_raw[tile.stages];     // the bytes of a block of V, of which rows are to be zeroed
+  Barrier kv_raw[tile.stages];     // the bytes of a block of V, which is to be transposed, or of which rows are to be
+                                   // zeroed
   Barrier kv_empty[tile.stages];   // the products that read the block are computed
   Barrier s_full[2];               // scores are computed, and every product issued before them
   Barrier p_full[2];               // the first part of P is stored and O is at P's maximum: one arrival per softmax and

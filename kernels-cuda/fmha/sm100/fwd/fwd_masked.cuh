@@ -6,15 +6,16 @@
 
 namespace fmha::sm100 {
 
-template <FwdSpec spec, Sm100Tile tile, bool has_function>
+// `scales`: scales of elements (fwd_scaled.cuh).
+template <FwdSpec spec, Sm100Tile tile, bool has_function, class Scales = NoScales>
 FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSchedule& schedule,
-                            const MaskDataParams& masks, const TileList& list) {
+                            const MaskDataParams& masks, const TileList& list, const Scales& scales = {}) {
   // Masks that hide a key may hide a NaN of V, and a kernel whose spec has no mask does not look for one.
   static_assert(spec.mask != MaskKind::Full, "sm100: masks as data hide keys");
   static_assert(tile.split_keys == 0 && !is_pair(tile), "sm100: one CTA sees whole sequences");
   static_assert(spec.code != CodeKind::Mask && spec.code != CodeKind::Both, "sm100: lists ask the mask");
   const ShownRows<has_function> seen{{{DataMasks{masks}, p}, list}};
-  fwd<spec, tile>(p, maps, schedule, seen);
+  fwd<spec, tile>(p, maps, schedule, seen, scales);
 }
 
 }  // namespace fmha::sm100

@@ -11,8 +11,12 @@
 #include <fmha/sm100/fwd/block_keys.cuh>
 #include <fmha/sm100/fwd/issue.cuh>
 #include <fmha/sm100/fwd/pair.cuh>
+#include <fmha/sm100/fwd/transpose_pairs.cuh>
 
 namespace fmha::sm100 {
+
+// Named barrier of the copying warps: the rows of a block of V that they transpose have all come, or are all read.
+constexpr int kRowsCopied = 6;
 
 // Loads without scales; with them: scales.cuh.
 struct NoScales {};
@@ -119,6 +123,12 @@ struct Loader {
         else return head + j * view.row;
       });
     }
+    if constexpr (values && transposes_v(spec, tile)) {
+      copier.land();
+      const auto sync = [] { ptx::barrier_sync<kRowsCopied, CopyThreads<tile>::count>(); };
+      sync();
+      transpose_pairs<spec, tile, CopyThreads<tile>::count>(smem.kv[ring.index], CopyThreads<tile>::rank(), sync);
+    }
     if constexpr (is_scaled(tile)) {
       constexpr int tiles = values ? ScaleTiles<spec, tile>::v : ScaleTiles<spec, tile>::qk;
       copy_scales<tiles>(smem.kv_scales[ring.index], [&](int32_t at, int32_t l) {
@@ -220,7 +230,16 @@ struct Loader {
   FMHA_DEVICE void load_v() {
     const int32_t slot = ring.index;
     if constexpr (copies) {
-      copy_block<Shared::v_columns, true>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
+      if constexpr (transposes_v(spec, tile)) {
+        copy_block<false, true>(smem.kv[slot].v_rows(), p.v, ceil_div(spec.head_dim_v, 2), smem.kv_full[slot], v);
+      } else {
+        copy_block<Shared::v_columns, true>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
+      }
+    } else if constexpr (transposes_v(spec, tile)) {
+      const Pages pages = pages_of(v);
+      ptx::mbarrier_wait_parity(smem.kv_empty[slot], ring.phase ^ 1);
+      load_block<false>(smem.kv[slot].v_rows(), maps.v, LoadBarrier<tile, false>(smem.kv_raw[slot]), v, v.row(seen), 0,
+                        pages);
     } else {
       // Pairs of E2M1 are finite, whatever they are.
       const bool raw = !has_pairs(tile) && v.next == 0 && v.first_dirty < tile.block_n;

@@ -49,7 +49,9 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     const bool suspect = stored && is_nan(zero) && result.lse < infinity();
     __syncwarp();
     if (!__any_sync(ptx::kAllLanes, suspect)) return;
-    if constexpr (is_scaled(tile)) {
+    if constexpr (is_scaled(tile) && SeenKeys::has_tile_list) {
+      recompute_rows<spec, tile>(p, work, row, suspect, seen.pairs, scales.elems());
+    } else if constexpr (is_scaled(tile)) {
       recompute_rows<spec, tile>(p, work, row, suspect, seen, scales.elems());
     } else if constexpr (SeenKeys::has_tile_list) {
       recompute_rows<spec, tile>(p, work, row, suspect, seen.pairs);

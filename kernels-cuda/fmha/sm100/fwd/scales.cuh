@@ -2,7 +2,7 @@
 // that tcgen05.cp takes. A block of 128 rows has 512 bytes for each 128 elements of a row, so gathering costs a warp
 // sixteen loads a lane, and no launch lays tensors of scales out before.
 //
-//   zero role, with scales    the scales of each block, in the order of the load role; V's zeros too
+//   zero role, with scales    the scales of each block, in the order of the load role; V's zeros and transposition too
 //   both copying warps         without TMA, each thread its share
 //
 // A scale that no element needs is not read, and is 1.
@@ -13,6 +13,7 @@
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm100/fwd/block_keys.cuh>
 #include <fmha/sm100/fwd/pair.cuh>
+#include <fmha/sm100/fwd/transpose_pairs.cuh>
 
 namespace fmha::sm100 {
 
@@ -122,7 +123,7 @@ struct ScaleRole {
   Slot<tile.stages> ring;
   Slot<kWorkSlots> k_work, v_work;
   typename Reader::Keys k = {}, v = {};
-  uint32_t q_phase = 1, raw_phases = 0;  // of kv_raw a bit a slot: only where rows are to be zeroed is there a phase
+  uint32_t q_phase = 1, raw_phases = 0;  // of kv_raw a bit a slot: only blocks that the role changes have a phase
   bool more = true;
 
   // Stores lines of tiles, which the tensor cores read.
@@ -181,10 +182,15 @@ struct ScaleRole {
     const int32_t slot = ring.index;
     ptx::mbarrier_wait_parity(smem.kv_empty[slot], ring.phase ^ 1);
     put(smem.kv_scales[slot], lines, smem.kv_full[slot]);
-    if (!has_pairs(tile) && v.next == 0 && v.first_dirty < tile.block_n) {
+    const bool zeroes = !has_pairs(tile) && v.next == 0 && v.first_dirty < tile.block_n;
+    if (transposes_v(spec, tile) || zeroes) {
       ptx::mbarrier_wait_parity(smem.kv_raw[slot], raw_phases >> slot & 1);
       raw_phases ^= 1u << slot;
-      zero_keys(smem.kv[slot].v(), v.first_dirty);
+      if constexpr (transposes_v(spec, tile)) {
+        transpose_pairs<spec, tile, 32>(smem.kv[slot], lane, [] { __syncwarp(); });
+      } else {
+        zero_keys(smem.kv[slot].v(), v.first_dirty);
+      }
       // TMA has announced its bytes at kv_raw.
       announce(smem.kv_full[slot]);
     }
