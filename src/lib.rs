@@ -71,14 +71,14 @@ pub use fmha_core::{
     CacheSlice, CacheUse, Call, CapturedGrad, CapturedTensor, ChooseArgs, ChoosePlan, Code, CombineArgs,
     CombinePlan, CombineProblem, DType, DTypes, Descale, DevBuffer, DevSlice, DevSliceMut, Device,
     DeviceMemory, Dims, Dropout, DropoutSeed, Elem, ElemType, ElementwiseBias, Error, Event, Explain,
-    Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, Intervals, KeyLists, KvLayout, Launch, LaunchShape,
-    Layouts, ListEntries, ListLength, ListsCall, MAX_ARRIVALS, MaskAlign, MaskArgs, MaskAxes, MaskBits,
-    MaskObject, MaskShape, MaskSpec, Masks, MemorySpace, Merge, Operation, Part, PartNumber, PartialResult,
-    Peers, Plan, PlanOptions, PlanParts, Planned, Problem, ProblemError, Promises, QLayout, QuantizeArgs,
-    QuantizePlan, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, Scales, Score,
-    ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs, Shape, SmallOutputs, Step, Stream, Strides,
-    TensorStrides, TileLists, TileOf, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word, Workspace,
-    expr,
+    Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, IndexLossArgs, IndexLossPlan, Intervals, KeyLists,
+    KvLayout, Launch, LaunchShape, Layouts, ListEntries, ListLength, ListsCall, MAX_ARRIVALS, MaskAlign,
+    MaskArgs, MaskAxes, MaskBits, MaskObject, MaskShape, MaskSpec, Masks, MemorySpace, Merge, Operation,
+    Part, PartNumber, PartialResult, Peers, Plan, PlanOptions, PlanParts, Planned, Problem, ProblemError,
+    Promises, QLayout, QuantizeArgs, QuantizePlan, Queues, Recording, Refusal, ResourceUsage, Roofline,
+    Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs, Shape,
+    SmallOutputs, Step, Stream, Strides, TensorStrides, TileLists, TileOf, Totals, VLayout, ValidBwd,
+    ValidCombine, ValidFwd, Word, Workspace, expr,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

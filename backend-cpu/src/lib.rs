@@ -44,6 +44,7 @@ mod choose;
 mod code;
 mod combine;
 mod forward;
+mod index_loss;
 mod isa;
 mod lists;
 mod memory;
@@ -63,7 +64,7 @@ use std::sync::Arc;
 
 use fmha_core::fork::PerProcess;
 use fmha_core::quantize::ValidQuantize;
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::{
     DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, ProblemError, Result, Roofline, ValidBwd,
     ValidCombine, ValidFwd, env,
@@ -236,5 +237,9 @@ unsafe impl FmhaBackend for CpuBackend {
 
     fn plan_quantize(&self, _: &ValidQuantize, options: &PlanOptions) -> Result<Planned<ValidQuantize>> {
         plan::quantize(self, options)
+    }
+
+    fn plan_index_loss(&self, _: &ValidIndexLoss, options: &PlanOptions) -> Result<Planned<ValidIndexLoss>> {
+        plan::index_loss(self, options)
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
 use fmha_core::quantize::ValidQuantize;
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::{
     Accuracy, Call, FwdProblem, Launch, PlanOptions, PlanParts, Planned, Problem, Promises, Refusal, Result,
     ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
@@ -15,12 +15,14 @@ use crate::backward::Backward;
 use crate::choose::Choice;
 use crate::combine::Combine;
 use crate::forward::{Blocks, FEW_QUERIES, Forward, dots_pairs, fits_tiles};
+use crate::index_loss::Loss;
 use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 use crate::quantize::Conversion;
 use crate::tasks::Pool;
 
 /// Every kernel.
-pub(crate) const KERNELS: [&str; 5] = ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize"];
+pub(crate) const KERNELS: [&str; 6] =
+    ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize", "cpu-index-loss"];
 
 /// Promises: a row's sums have a fixed order, and its maximum is its own. The forward is batch-invariant on request
 /// only, since otherwise sequences of few and of many queries use two paths. In tiles of bf16 the maximum may lag,
@@ -207,6 +209,14 @@ pub(crate) fn quantize(backend: &CpuBackend, options: &PlanOptions) -> Result<Pl
     Ok(ready(backend, backend.engine, planned))
 }
 
+/// A plan of an indexer's loss.
+pub(crate) fn index_loss(backend: &CpuBackend, options: &PlanOptions) -> Result<Planned<ValidIndexLoss>> {
+    let details =
+        |_| vec![("task", "all tokens".into()), ("arithmetic", "f64 by definition, one thread".into())];
+    let planned = plan(backend, "cpu-index-loss", false, options, details)?;
+    Ok(ready(backend, backend.engine, planned))
+}
+
 /// The plan's description and tile. `max_may_lag`: the running maximum may lag unless the caller asks for the
 /// true one.
 fn plan(
@@ -227,7 +237,7 @@ fn plan(
     }
     let panel = backend.engine.query_panel();
     let mut blocks = if kernel == "cpu-bwd" { BACKWARD_BLOCKS } else { FORWARD_BLOCKS };
-    let has_tile = !matches!(kernel, "cpu-combine" | "cpu-choose" | "cpu-quantize");
+    let has_tile = !matches!(kernel, "cpu-combine" | "cpu-choose" | "cpu-quantize" | "cpu-index-loss");
     for (name, value) in &options.tile {
         let (side, unit) = match name.as_str() {
             "block_m" if has_tile => (&mut blocks.block_m, panel),
@@ -322,5 +332,12 @@ impl<E: Kernels + Send + Sync> Launch<ValidQuantize> for Ready<E> {
     unsafe fn launch(&self, call: &Call<'_, ValidQuantize>) -> Result<()> {
         let Call { problem, args, .. } = *call;
         Conversion { problem, args }.run(self.threads.get()?)
+    }
+}
+
+impl<E: Kernels + Send + Sync> Launch<ValidIndexLoss> for Ready<E> {
+    unsafe fn launch(&self, call: &Call<'_, ValidIndexLoss>) -> Result<()> {
+        let Call { problem, args, .. } = *call;
+        Loss { problem, args }.run()
     }
 }

@@ -45,7 +45,10 @@ fn a_backend_names_its_kind_its_kernels_its_threads_and_its_instructions() {
     assert_eq!([with(1).threads(), with(3).threads()], [1, 3]);
     let (one, three) = (backend(1), backend(3));
     assert_eq!(one.kind(), "cpu");
-    assert_eq!(one.kernels(), ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize"]);
+    assert_eq!(
+        one.kernels(),
+        ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize", "cpu-index-loss"]
+    );
     let name = |backend: &Device| backend.name().to_owned();
     assert!(
         name(&one).starts_with("cpu (") && name(&one).ends_with(", 1 thread, portable)"),

@@ -51,6 +51,7 @@ fn it_says_what_it_is_and_what_it_has() {
         "sm80_index",
         "choose",
         "quantize",
+        "sm80_index_loss",
     ];
     assert_eq!(backend.kernels(), kernels);
     assert!(backend.precompiler().is_some());

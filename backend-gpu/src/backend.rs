@@ -7,7 +7,7 @@ use fmha_core::backend::unsupported;
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Module, Modules, Target};
 use fmha_core::quantize::ValidQuantize;
 use fmha_core::source::{ENTRY, KernelSource};
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
     AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Peers, PlanOptions, PlanParts,
@@ -32,6 +32,7 @@ macro_rules! whichever {
             AnyProblem::Combine($problem) => $value,
             AnyProblem::Choose($problem) => $value,
             AnyProblem::Quantize($problem) => $value,
+            AnyProblem::IndexLoss($problem) => $value,
         }
     };
 }
@@ -500,6 +501,7 @@ pub fn tuned_kernels<V: Vendor>() -> Vec<TunedKernel<'static>> {
         of::<ValidCombine, V>(),
         of::<ValidChoose, V>(),
         of::<ValidQuantize, V>(),
+        of::<ValidIndexLoss, V>(),
     ]
     .concat()
 }
@@ -542,6 +544,7 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
             of::<ValidCombine, V>(),
             of::<ValidChoose, V>(),
             of::<ValidQuantize, V>(),
+            of::<ValidIndexLoss, V>(),
         ]
         .concat()
         {
@@ -610,6 +613,14 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
         problem: &ValidQuantize,
         options: &PlanOptions,
     ) -> Result<Planned<ValidQuantize>> {
+        self.plan(problem, options)
+    }
+
+    fn plan_index_loss(
+        &self,
+        problem: &ValidIndexLoss,
+        options: &PlanOptions,
+    ) -> Result<Planned<ValidIndexLoss>> {
         self.plan(problem, options)
     }
 }

@@ -31,6 +31,8 @@ pub enum Stage {
     BlockScores,
     /// Writes lists of the keys or blocks with the greatest scores.
     Lists,
+    /// Computes a loss and the gradients of the scores that it has.
+    Loss,
     /// Sums the gradients that the main kernel does not sum.
     Gradients,
     /// Stores the sums of dQ as rows of dQ, and sums dSink.

@@ -27,8 +27,9 @@ pub use backend::{Backend, tuned_kernels};
 pub use driver::{Driver, Toolchain};
 pub use launches::{Grid, Launch, Launches, Stage};
 pub use portable::{
-    BlockValues, Choose, Combine, NoIndexer, OfValues, OwnText, Quantize, ReadsValues, RowKernel,
-    ScoresIndex, Simt, SimtBwd, SimtIndexer, lists, tile_list, update,
+    BlockValues, Choose, Combine, IndexLoss, IndexProducts, MultipliesLists, NoIndexer, OfValues, OwnText,
+    Quantize, ReadsValues, RowKernel, ScoresIndex, Simt, SimtBwd, SimtIndexer, SimtLists, lists, tile_list,
+    update,
 };
 pub use ranges::{PopRange, PushRange, Ranges};
 pub use recipe::{

@@ -1,21 +1,20 @@
 //! A recipe: how one kernel computes an operation on a vendor's devices.
 
-use fmha_core::DevSlice;
 use fmha_core::fields::{Fields, knobs};
 use fmha_core::quantize::ValidQuantize;
 use fmha_core::source::Literal;
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
-    Accuracy, Call, DType, PlanOptions, Problem, ProblemError, Promises, Refusal, ResourceUsage, Result,
-    Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace, check_addresses,
+    Accuracy, Call, DType, DevSlice, DevSliceMut, PlanOptions, Problem, ProblemError, Promises, Refusal,
+    ResourceUsage, Result, Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace, check_addresses,
 };
 
 use crate::driver::{Driver, Toolchain};
 use crate::launches::{Launch, Launches, Stage};
 use crate::portable::tile_list::TileListPlan;
-use crate::portable::{Choose, NoIndexer, Quantize, RowKernel, SimtIndexer, small};
+use crate::portable::{Choose, IndexLoss, NoIndexer, Quantize, RowKernel, SimtIndexer, SimtLists, small};
 use crate::ranges::Ranges;
 use crate::steps::{Step, Steps};
 use crate::tile::settle;
@@ -54,6 +53,11 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     /// Recipes of the conversion to formats with scales by blocks, one for each kernel, best first.
     fn quantize() -> Vec<Recipe<ValidQuantize, Self>> {
         vec![Recipe::of::<Quantize>()]
+    }
+
+    /// Recipes of the loss that trains an indexer, one for each kernel, best first.
+    fn index_loss() -> Vec<Recipe<ValidIndexLoss, Self>> {
+        vec![Recipe::of::<IndexLoss<SimtLists>>()]
     }
 }
 
@@ -231,6 +235,23 @@ impl GpuProblem for ValidQuantize {
 
     fn addresses(_: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
         []
+    }
+}
+
+impl GpuProblem for ValidIndexLoss {
+    fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
+        V::index_loss()
+    }
+
+    fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
+        let written =
+            |slice: &Option<DevSliceMut<'_>>| slice.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        [
+            (Operand::Q, args.q.as_ptr() as u64),
+            (Operand::K, args.k.as_ptr() as u64),
+            (Operand::Dq, written(&args.dq)),
+            (Operand::Dk, written(&args.dk)),
+        ]
     }
 }
 

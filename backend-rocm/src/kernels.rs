@@ -1,6 +1,6 @@
 //! AMD's part of the generic backend: its driver, its compiler, and the recipes of `fmha-kernels-hip`.
 
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
 use fmha_gpu::{Ranges, Recipe, Vendor};
 use fmha_kernels_hip::{DeviceFacts, recipes};
@@ -36,6 +36,10 @@ impl Vendor for Rocm {
 
     fn choose() -> Vec<Recipe<ValidChoose, Self>> {
         recipes::choose()
+    }
+
+    fn index_loss() -> Vec<Recipe<ValidIndexLoss, Self>> {
+        recipes::index_loss()
     }
 }
 

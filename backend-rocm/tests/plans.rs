@@ -296,7 +296,15 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
         let forward = ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "cdna_widened", "rdna_widened"];
         let backward = ["simt", "cdna_bwd", "rdna_bwd", "cdna_lists", "rdna_lists"];
-        let others = ["combine", "cdna_index", "rdna_index", "choose", "quantize"];
+        let others = [
+            "combine",
+            "cdna_index",
+            "rdna_index",
+            "choose",
+            "quantize",
+            "cdna_index_loss",
+            "rdna_index_loss",
+        ];
         let kernels = [&forward[..], &backward, &others].concat();
         assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {

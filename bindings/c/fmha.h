@@ -873,7 +873,7 @@ typedef struct FmhaChooseArgs {
 
 // The loss that trains an indexer, and its gradients: for each query the KL divergence of the softmax of its list's
 // scores, sum_h relu(q_h . k) w_h, from a target, which is divided by its sum and has no gradient. All tensors are
-// contiguous, in host memory. Set everything to 0 first, then what is wanted.
+// contiguous, in memory of the device. Set everything to 0 first, then what is wanted.
 typedef struct FmhaIndexLoss {
   // sizeof(FmhaIndexLoss).
   uint64_t struct_bytes;
@@ -913,6 +913,16 @@ typedef struct FmhaIndexLoss {
   int32_t dtype_q;
   // Type of k: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_k;
+  // 1: sums have one order, and a second run gives equal bits. 0: on NVIDIA's GPUs dk is added to in no order.
+  int32_t deterministic;
+  // 1: a slow kernel may serve where no other takes the call.
+  int32_t allow_fallback;
+  // Stream of the run, as in FmhaArgs.
+  void *stream;
+  // Scratch, aligned to 256 bytes; null where fmha_index_loss_workspace says 0.
+  void *workspace;
+  // Bytes of the scratch: at least what fmha_index_loss_workspace says.
+  uint64_t workspace_bytes;
 } FmhaIndexLoss;
 
 // All that a plan of a conversion to a format with scales by blocks is made of: a tensor
@@ -1110,13 +1120,24 @@ int fmha_plan_choose(const char *device,
 // As `fmha_run`.
 int fmha_run_choose(const struct FmhaPlan *plan, const struct FmhaChooseArgs *args);
 
-// Computes an indexer's loss and its gradients, before it returns. `device` is "cpu" (as null): no kernel of a GPU
-// computes them, and every other device is refused. Returns 0, or not 0 (see `fmha_last_error`) with nothing written.
+// Computes an indexer's loss and its gradients, or queues that on a GPU. `device` is named as in `fmha_plan`; null:
+// "cpu". Each call plans anew, which compiles only what was never compiled. Returns 0, or not 0 (see
+// `fmha_last_error`) with nothing written.
 //
 // # Safety
-// `device` is null or a C string; `call` is null, or its pointers are null or memory as large as it says.
+// `device` is null or a C string; `call` is null, or its pointers are null or memory of the device as large as it
+// says, of which nobody else uses what is written until the work is done.
 int fmha_index_loss(const char *device,
                     const struct FmhaIndexLoss *call);
+
+// Bytes of scratch that `fmha_index_loss` wants in `call.workspace`, which is 0 on the CPU. Of the call's addresses
+// only those matter that are null.
+//
+// # Safety
+// `device` is null or a C string; `call` is null or a call; `bytes` is null or writable.
+int fmha_index_loss_workspace(const char *device,
+                              const struct FmhaIndexLoss *call,
+                              uint64_t *bytes);
 
 // Plans a conversion of a tensor to a format with scales by blocks, which FmhaProblem.block_scales takes.
 //

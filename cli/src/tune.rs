@@ -232,6 +232,7 @@ fn compile(
             AnyProblem::Combine(problem) => backend.plan_combine(problem, &options).map(drop),
             AnyProblem::Choose(problem) => backend.plan_choose(problem, &options).map(drop),
             AnyProblem::Quantize(problem) => backend.plan_quantize(problem, &options).map(drop),
+            AnyProblem::IndexLoss(problem) => backend.plan_index_loss(problem, &options).map(drop),
         }
     };
     // A problem that the kernel refuses, such as masks with functions, is refused by name and not counted.

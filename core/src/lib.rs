@@ -79,16 +79,16 @@ pub use problem::{
 };
 #[doc(hidden)]
 pub use text::{
-    abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, functions, memory,
-    quantize_params, scale_params, small_outputs, source, spec, value_params,
+    abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, functions, index_loss_params,
+    memory, quantize_params, scale_params, small_outputs, source, spec, value_params,
 };
 
 #[doc(hidden)]
 pub use args::check_addresses;
 pub use args::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
-    Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, QuantizeArgs, ScoreArgs, SecondArgs,
-    SeqArgs,
+    Elem, ElemType, FwdArgs, IndexLossArgs, MaskArgs, MemorySpace, PartialResult, QuantizeArgs, ScoreArgs,
+    SecondArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use block_scales::BlockFormat;
@@ -111,8 +111,8 @@ pub use masks::{BlockList, BlockLists, Intervals, MaskAxes, MaskBits, Masks};
 pub use operation::{AnyProblem, Operation};
 pub use peers::{Peers, Word};
 pub use plan::{
-    Accuracy, BwdPlan, ChoosePlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,
-    Promises, QuantizePlan, ResourceUsage, ScoreSums, Step, Workspace,
+    Accuracy, BwdPlan, ChoosePlan, CombinePlan, Explain, FwdPlan, IndexLossPlan, LaunchShape, Plan,
+    PlanOptions, PlanParts, Promises, QuantizePlan, ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
     BlockScales, CacheRows, CacheScales, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout,

@@ -18,6 +18,7 @@ pub mod sm100_mla;
 pub mod sm80;
 pub mod sm80_bwd;
 pub mod sm80_index;
+pub mod sm80_index_loss;
 pub mod sm80_lists_bwd;
 pub mod sm90;
 pub mod sm90_bwd;

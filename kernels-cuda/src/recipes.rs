@@ -1,14 +1,17 @@
 //! All kernels with their checks and launches (recipes), best first. A recipe's code is in the folder of its name,
 //! its device text under `fmha/`.
 
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{Choose, Combine, NoIndexer, OfValues, Recipe, Simt, SimtBwd, SimtIndexer};
+use fmha_gpu::{
+    Choose, Combine, IndexLoss, NoIndexer, OfValues, Recipe, Simt, SimtBwd, SimtIndexer, SimtLists,
+};
 
 use crate::nvidia::Nvidia;
 use crate::sm80::recipe::Sm80;
 use crate::sm80_bwd::recipe::Sm80Bwd;
 use crate::sm80_index::Sm80Index;
+use crate::sm80_index_loss::Sm80IndexLoss;
 use crate::sm80_lists_bwd::recipe::Sm80ListsBwd;
 use crate::sm90::recipe::Sm90;
 use crate::sm90_bwd::recipe::Sm90Bwd;
@@ -60,6 +63,12 @@ pub fn choose<V: Nvidia>() -> Vec<Recipe<ValidChoose, V>> {
         Recipe::of::<Choose<NoIndexer>>(),
         Recipe::of::<Choose<SimtIndexer>>(),
     ]
+}
+
+/// Recipes of the loss that trains an indexer: for each kernel what it supports, and its launches.
+#[must_use]
+pub fn index_loss<V: Nvidia>() -> Vec<Recipe<ValidIndexLoss, V>> {
+    vec![Recipe::of::<IndexLoss<Sm80IndexLoss>>(), Recipe::of::<IndexLoss<SimtLists>>()]
 }
 
 /// Recipes of the merging of partial results: for each kernel what it supports, and its launches.

@@ -50,6 +50,7 @@ fn entry_of(threads: u32, include: &str, params: &str, call: &str, spec: &dyn Li
             fmha_core::cache_update::header(),
             fmha_core::choose_params::header(),
             fmha_core::quantize_params::header(),
+            fmha_core::index_loss_params::header(),
             fmha_core::lists::header(),
             fmha_core::second::header(),
             fmha_core::masks::header(),

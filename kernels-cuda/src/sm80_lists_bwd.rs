@@ -226,7 +226,7 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, last_param: &str, cal
 
 /// `fmha/sm80_lists_bwd_host.h`, with the types that this file shares with the device, and
 /// `fmha/sm80_lists_bwd_memory.h`.
-fn host_headers() -> [Header; 2] {
+pub(crate) fn host_headers() -> [Header; 2] {
     let definitions = [Sm80ListsBwdTile::c_definition(), within("sm80::lists", &[sm80::rows_text()])];
     let includes = ["fmha/num.h", "fmha/params.h"];
     [

@@ -17,6 +17,7 @@ mod decode;
 mod device;
 mod forward;
 mod index;
+mod index_loss;
 mod lists_bwd;
 mod order;
 mod paths;

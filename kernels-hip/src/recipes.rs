@@ -1,9 +1,9 @@
 //! All kernels with their checks and launches (recipes), best first. A recipe's code is in the folder of its name,
 //! its device text under `fmha/`.
 
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{Choose, Combine, NoIndexer, Recipe, Simt, SimtBwd, SimtIndexer};
+use fmha_gpu::{Choose, Combine, IndexLoss, NoIndexer, Recipe, Simt, SimtBwd, SimtIndexer, SimtLists};
 
 use crate::backward::recipe::Products;
 use crate::cdna::Cdna;
@@ -13,6 +13,7 @@ use crate::decode::recipe::Decode;
 use crate::device::Amd;
 use crate::forward::recipe::Forward;
 use crate::index::{MatrixIndex, MfmaIndex, WmmaIndex};
+use crate::index_loss::{MatrixLoss, MfmaLoss, WmmaLoss};
 use crate::lists_bwd::{ListsBwd, MfmaLists, WmmaLists};
 use crate::rdna::Rdna;
 use crate::rdna_bwd::Wmma;
@@ -49,6 +50,16 @@ pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
 #[must_use]
 pub fn combine<V: Amd>() -> Vec<Recipe<ValidCombine, V>> {
     vec![Recipe::of::<Combine>()]
+}
+
+/// Recipes of the loss that trains an indexer: for each kernel what it supports, and its launches.
+#[must_use]
+pub fn index_loss<V: Amd>() -> Vec<Recipe<ValidIndexLoss, V>> {
+    vec![
+        Recipe::of::<IndexLoss<MatrixLoss<MfmaLoss>>>(),
+        Recipe::of::<IndexLoss<MatrixLoss<WmmaLoss>>>(),
+        Recipe::of::<IndexLoss<SimtLists>>(),
+    ]
 }
 
 /// Recipes of the choice of keys: for each kernel what it supports, and its launches.

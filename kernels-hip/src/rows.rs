@@ -46,6 +46,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             fmha_core::cache_update::header(),
             fmha_core::choose_params::header(),
             fmha_core::quantize_params::header(),
+            fmha_core::index_loss_params::header(),
             fmha_core::scale_params::header(),
             fmha_core::value_params::header(),
             fmha_core::small_outputs::header(),
@@ -93,6 +94,10 @@ pub(crate) fn row_launch(
         | RowKernel::QuantizeMaxima
         | RowKernel::QuantizeScale
         | RowKernel::Quantize
+        | RowKernel::IndexLossScores
+        | RowKernel::IndexLoss { .. }
+        | RowKernel::IndexLossQueries
+        | RowKernel::IndexLossKeys
         | RowKernel::BlockValues => rows.div_ceil(of_group),
     };
     let most = u64::from(u32::MAX / threads);
@@ -129,6 +134,12 @@ pub(crate) fn row_launch(
             | RowKernel::Quantize
             | RowKernel::BlockValues => {
                 format!("batch, seq, head and dim make {groups} workgroups, more than {most}")
+            }
+            RowKernel::IndexLossScores
+            | RowKernel::IndexLoss { .. }
+            | RowKernel::IndexLossQueries
+            | RowKernel::IndexLossKeys => {
+                format!("lengths, batch, topk and heads make {groups} workgroups, more than {most}")
             }
             RowKernel::Combine => format!(
                 "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"

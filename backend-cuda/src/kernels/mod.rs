@@ -3,7 +3,7 @@
 #[cfg(test)]
 pub(crate) mod tests;
 
-use fmha_core::sparse::ValidChoose;
+use fmha_core::sparse::{ValidChoose, ValidIndexLoss};
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
 use fmha_gpu::{Ranges, Recipe, Vendor};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
@@ -41,6 +41,10 @@ impl Vendor for Cuda {
 
     fn choose() -> Vec<Recipe<ValidChoose, Self>> {
         recipes::choose()
+    }
+
+    fn index_loss() -> Vec<Recipe<ValidIndexLoss, Self>> {
+        recipes::index_loss()
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod choose;
 mod combine;
+mod index_loss;
 pub mod lists;
 mod quantize;
 mod simt;
@@ -12,6 +13,7 @@ mod values;
 
 pub use choose::{Choose, NoIndexer, ScoresIndex, SimtIndexer};
 pub use combine::Combine;
+pub use index_loss::{IndexLoss, IndexProducts, MultipliesLists, SimtLists};
 pub use quantize::Quantize;
 pub use simt::{Simt, SimtBwd};
 pub use values::{BlockValues, OfValues, ReadsValues};
@@ -83,6 +85,20 @@ pub enum RowKernel {
     /// Q, K and V with scales by blocks as numbers, of a
     /// [`BlockValuesSpec`](fmha_core::value_params::BlockValuesSpec): a lane takes 16 columns of a row.
     BlockValues,
+    /// Scores of lists' entries, of an [`IndexLossSpec`](fmha_core::index_loss_params::IndexLossSpec): a lane takes an
+    /// entry.
+    IndexLossScores,
+    /// An indexer's loss and the gradients of its scores, of an
+    /// [`IndexLossSpec`](fmha_core::index_loss_params::IndexLossSpec).
+    IndexLoss {
+        /// Whether zeros are written to the gradients of keys, to which other launches add.
+        clears: bool,
+    },
+    /// Gradients of an indexer's q and weights, of an
+    /// [`IndexLossSpec`](fmha_core::index_loss_params::IndexLossSpec).
+    IndexLossQueries,
+    /// Gradients of an indexer's keys, of an [`IndexLossSpec`](fmha_core::index_loss_params::IndexLossSpec).
+    IndexLossKeys,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
     UpdateCache,
 }
@@ -114,6 +130,8 @@ impl RowKernel {
         const BWD_LISTS: &str = "BwdParams p, ListParams lists";
         const FWD_MASKS: &str = "FwdParams p, MaskDataParams m";
         const BWD_MASKS: &str = "BwdParams p, MaskDataParams m";
+        const LOSS: &str = "fmha/simt/index_loss.h";
+        const LOSS_PARAMS: &str = "IndexLossParams p";
         const QUANTIZE: &str = "fmha/simt/quantize.h";
         const SMALL: &str = "fmha/simt/small.h";
         const SMALL_PARAMS: &str = "FwdParams p, SmallParams s";
@@ -160,6 +178,11 @@ impl RowKernel {
                 "FwdParams p, BlockScaleParams scales, BlockValuesParams to",
                 "simt::write_values<kSpec>(p, scales, to);",
             ],
+            Self::IndexLossScores => [LOSS, LOSS_PARAMS, "simt::index_loss_scores<kSpec>(p);"],
+            Self::IndexLoss { clears: false } => [LOSS, LOSS_PARAMS, "simt::index_loss<kSpec, false>(p);"],
+            Self::IndexLoss { clears: true } => [LOSS, LOSS_PARAMS, "simt::index_loss<kSpec, true>(p);"],
+            Self::IndexLossQueries => [LOSS, LOSS_PARAMS, "simt::index_loss_queries<kSpec>(p);"],
+            Self::IndexLossKeys => [LOSS, LOSS_PARAMS, "simt::index_loss_keys<kSpec>(p);"],
             Self::IndexScores => [CHOOSE, "ChooseParams p", "simt::index_scores<kSpec>(p);"],
             Self::BlockScores => [CHOOSE, "ChooseParams p", "simt::block_scores(p);"],
         })

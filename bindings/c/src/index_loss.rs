@@ -1,30 +1,50 @@
-//! The loss of an indexer and its gradients, on host memory.
+//! The loss of an indexer and its gradients: from the C struct to the problem, its plan and its operands.
 
 use std::ffi::c_char;
 
-use fmha::sparse::{Candidates, IndexArgs, IndexCall, IndexProblem, index_gradients, index_losses};
-use fmha::{DType, DevSlice, Error, ProblemError};
+use fmha::sparse::IndexLossProblem;
+use fmha::{
+    Backend, DType, DevSliceMut, Device, ElemType, Error, IndexLossArgs, IndexLossPlan, PlanOptions,
+    ProblemError,
+};
 
 use crate::Result;
-use crate::host::{dtype, size, struct_bytes, text};
-use crate::plan::present;
+use crate::host::{dtype, flag, size, struct_bytes, text};
+use crate::plan::{Memory, present};
 use crate::structs::FmhaIndexLoss;
 
 /// Computes a call on the device of a name.
 ///
 /// # Safety
 /// As [`crate::fmha_index_loss`].
-pub(crate) unsafe fn on(device: *const c_char, call: &FmhaIndexLoss) -> Result<()> {
+pub(crate) unsafe fn on(name: *const c_char, call: &FmhaIndexLoss) -> Result<()> {
     // SAFETY: the caller keeps the contract of `on`.
-    match unsafe { text("device", device)? } {
-        // SAFETY: the caller keeps the contract of `on`.
-        None | Some("cpu") => unsafe { index_loss(call) },
-        Some(other) => {
-            let said =
-                format!("device {other}: no kernel of a GPU computes an indexer's loss, which the CPU does");
-            Err(ProblemError::new("device", said).into())
-        }
+    unsafe {
+        let plan = plan_index_loss(&device(name)?, call)?;
+        run_index_loss(&plan, call)
     }
+}
+
+/// Bytes of scratch that a call wants on the device of a name.
+///
+/// # Safety
+/// `name` is null or a C string.
+pub(crate) unsafe fn workspace_on(name: *const c_char, call: &FmhaIndexLoss) -> Result<u64> {
+    // SAFETY: the caller keeps the contract of `workspace_on`.
+    Ok(plan_index_loss(&unsafe { device(name) }?, call)?.workspace().bytes)
+}
+
+/// The device of a name; null: the CPU.
+///
+/// # Safety
+/// `name` is null or a C string.
+unsafe fn device(name: *const c_char) -> Result<Device> {
+    // SAFETY: the caller keeps the contract of `device`.
+    match unsafe { text("device", name)? } {
+        None => Backend::Cpu,
+        Some(name) => name.parse()?,
+    }
+    .open()
 }
 
 /// Type of an operand that has gradients.
@@ -39,106 +59,96 @@ fn trained(field: &'static str, code: i32) -> Result<DType, ProblemError> {
     ))
 }
 
-/// Computes a call on the CPU.
+/// Plans a call, whose addresses are asked only whether they are there.
 ///
 /// # Errors
-/// The first number or pointer that is wrong, by its name; memory that the system refuses.
-///
-/// # Safety
-/// Pointers of `call` are null or memory as large as it says.
-pub unsafe fn index_loss(call: &FmhaIndexLoss) -> Result<(), Error> {
+/// The first number that is wrong, by its name; that no kernel of the device takes it.
+pub fn plan_index_loss(device: &Device, call: &FmhaIndexLoss) -> Result<IndexLossPlan, Error> {
     struct_bytes::<FmhaIndexLoss>(call.struct_bytes)?;
-    let problem = IndexProblem {
-        batch: size("batch", call.batch)?,
-        seqlen_q: size("seqlen_q", call.seqlen_q)?,
-        seqlen_k: size("seqlen_k", call.seqlen_k)?,
-        num_heads: size("num_heads", call.num_heads)?,
-        head_dim: size("head_dim", call.head_dim)?,
-        dtype_q: trained("dtype_q", call.dtype_q)?,
-        dtype_k: trained("dtype_k", call.dtype_k)?,
-    };
-    let topk = size("topk", call.topk)? as usize;
-    let of = |field: &'static str, factors: &[u32]| {
-        let count = factors.iter().try_fold(4u64, |count, &by| count.checked_mul(by.into()));
-        let fits = count.and_then(|bytes| isize::try_from(bytes).ok());
-        fits.map(|bytes| bytes.unsigned_abs() / 4).ok_or_else(|| {
-            ProblemError::new(field, format!("{field} of shape {factors:?} is larger than memory"))
-        })
-    };
-    let IndexProblem { batch, seqlen_q, seqlen_k, num_heads, head_dim, dtype_q, dtype_k } = problem;
-    let rows = of("loss", &[batch, seqlen_q])?;
-    let (q, k) = (of("q", &[batch, seqlen_q, num_heads, head_dim])?, of("k", &[batch, seqlen_k, head_dim])?);
-    let weights = of("weights", &[batch, seqlen_q, num_heads])?;
-    let entries = of("indices", &[batch, seqlen_q, topk as u32])?;
-    // SAFETY: the caller keeps the contract of `index_loss`.
-    let (of_q, of_k, weights, indices, target) = unsafe {
-        (
-            read("q", call.q.cast::<u8>(), q * dtype_q.size_bytes() as usize)?,
-            read("k", call.k.cast::<u8>(), k * dtype_k.size_bytes() as usize)?,
-            read("weights", call.weights, weights)?,
-            read("indices", call.indices, entries)?,
-            read("target", call.target, entries)?,
-        )
-    };
-    // SAFETY: bytes of host memory that were read above, of the types that the call says.
-    let (of_q, of_k) = unsafe {
-        let slice = |bytes: &[u8], dtype: DType| {
-            DevSlice::from_raw(fmha::MemorySpace::Host, bytes.as_ptr(), bytes.len() as u64, dtype)
-        };
-        (slice(of_q, dtype_q), slice(of_k, dtype_k))
-    };
-    let args = IndexArgs { q: of_q, k: of_k, weights, k_scale: None, candidates: Candidates::All };
-    let index = IndexCall::new(problem, args)?;
-    let (losses, mut gradients) = index_losses(&index, (indices, topk), target)?;
-    if !call.dloss.is_null() {
-        // SAFETY: the caller keeps the contract of `index_loss`.
-        let factors = unsafe { read("dloss", call.dloss, rows)? };
-        for (row, factor) in factors.iter().enumerate() {
-            gradients[row * topk..(row + 1) * topk].iter_mut().for_each(|gradient| *gradient *= factor);
-        }
-    }
-    let wants = [call.dq, call.dk, call.dweights].iter().any(|at| !at.is_null());
-    let made = wants.then(|| index_gradients(&index, (indices, topk), &gradients)).transpose()?;
-    // SAFETY: the caller keeps the contract of `index_loss`.
+    let sizes = [
+        size("batch", call.batch)?,
+        size("seqlen_q", call.seqlen_q)?,
+        size("seqlen_k", call.seqlen_k)?,
+        size("topk", call.topk)?,
+    ];
+    let heads = [size("num_heads", call.num_heads)?, size("head_dim", call.head_dim)?];
+    let dtypes = [trained("dtype_q", call.dtype_q)?, trained("dtype_k", call.dtype_k)?];
+    let problem = IndexLossProblem::new(sizes, heads, dtypes)
+        .dloss(!call.dloss.is_null())
+        .write_loss(!call.loss.is_null())
+        .write_dq(!call.dq.is_null())
+        .write_dk(!call.dk.is_null())
+        .write_dweights(!call.dweights.is_null());
+    let options = PlanOptions::default()
+        .deterministic(flag("deterministic", call.deterministic)?)
+        .allow_fallback(flag("allow_fallback", call.allow_fallback)?);
+    device.plan_index_loss(&problem.validate()?, &options)
+}
+
+/// Queues a call by its plan.
+///
+/// # Errors
+/// The first pointer that is wrong, by its name; memory that the system refuses; what the driver said.
+///
+/// # Safety
+/// Pointers of `call` are null or memory of the plan's device that is as large as it says, of which nobody else uses
+/// what is written until the work is done; its stream is null or one of the device.
+pub unsafe fn run_index_loss(plan: &IndexLossPlan, call: &FmhaIndexLoss) -> Result<(), Error> {
+    let (problem, memory) = (plan.problem(), Memory::of(plan.device()));
+    let (rows, keys, dim) = (problem.rows(), problem.keys(), u64::from(problem.head_dim));
+    let heads = rows.saturating_mul(problem.num_heads.into());
+    let entries = rows.saturating_mul(problem.topk.into()).saturating_mul(4);
+    let (q, k) = (heads.saturating_mul(dim), keys.saturating_mul(dim));
+    let of = |elems: u64, dtype: DType| elems.saturating_mul(dtype.size_bytes());
+    let f32s = |elems: u64| of(elems, DType::F32);
+    // SAFETY: the caller keeps the contract of `run_index_loss`.
     unsafe {
-        write(call.loss, &losses);
-        if let Some(made) = &made {
-            write(call.dq, &made.q);
-            write(call.dk, &made.k);
-            write(call.dweights, &made.weights);
-        }
+        let operands = [
+            memory.needed("q", call.q, of(q, problem.dtype_q), problem.dtype_q)?,
+            memory.needed("k", call.k, of(k, problem.dtype_k), problem.dtype_k)?,
+            memory.needed("weights", call.weights, f32s(heads), DType::F32)?,
+        ];
+        let indices = memory.needed("indices", call.indices, entries, ElemType::I32)?;
+        let target = memory.needed("target", call.target, entries, DType::F32)?;
+        let float = DType::F32;
+        let scratch = scratch(memory, call, plan.workspace().bytes)?;
+        let mut args = IndexLossArgs::new(operands, indices, target)
+            .dloss(memory.read_if("dloss", problem.has_dloss, call.dloss, f32s(rows), float)?)
+            .loss(memory.write_if("loss", problem.write_loss, call.loss, f32s(rows), float)?)
+            .dq(memory.write_if("dq", problem.write_dq, call.dq, f32s(q), float)?)
+            .dk(memory.write_if("dk", problem.write_dk, call.dk, f32s(k), float)?)
+            .dweights(memory.write_if(
+                "dweights",
+                problem.write_dweights,
+                call.dweights,
+                f32s(heads),
+                float,
+            )?)
+            .workspace(scratch);
+        plan.run_on_raw(&mut args, call.stream as u64)
     }
-    Ok(())
 }
 
-/// An operand of this many elements.
+/// The scratch of a run that wants some.
 ///
 /// # Safety
-/// `at` is null or memory of so many elements.
-unsafe fn read<'a, T>(name: &'static str, at: *const T, count: usize) -> Result<&'a [T], ProblemError> {
-    present(name, at, (count * size_of::<T>()) as u64)?;
-    if count == 0 {
-        return Ok(&[]);
+/// As [`run_index_loss`].
+unsafe fn scratch<'a>(
+    memory: Memory,
+    call: &FmhaIndexLoss,
+    wanted: u64,
+) -> Result<Option<DevSliceMut<'a>>, ProblemError> {
+    if wanted == 0 {
+        return Ok(None);
     }
-    if !at.is_aligned() {
-        return Err(ProblemError::new(name, format!("{name} is not aligned to {} bytes", align_of::<T>())));
+    present("workspace", call.workspace, wanted)?;
+    let bytes = call.workspace_bytes;
+    if bytes < wanted {
+        let text = format!("workspace_bytes {bytes} is less than the {wanted} that are needed");
+        return Err(ProblemError::new("workspace_bytes", text));
     }
-    // SAFETY: not null and aligned, and the caller keeps the rest of the contract of `read`.
-    Ok(unsafe { std::slice::from_raw_parts(at, count) })
-}
-
-/// Writes an output that is wanted, in f32.
-///
-/// # Safety
-/// `at` is null or memory of as many elements as `values`.
-unsafe fn write(at: *mut f32, values: &[f64]) {
-    if at.is_null() {
-        return;
-    }
-    for (i, &value) in values.iter().enumerate() {
-        // SAFETY: the caller keeps the contract of `write`.
-        unsafe { at.add(i).write_unaligned(value as f32) };
-    }
+    // SAFETY: not null, and the caller keeps the rest of the contract of `scratch`.
+    Ok(Some(unsafe { memory.write(call.workspace.cast(), bytes, ElemType::Scratch) }))
 }
 
 #[cfg(test)]
@@ -148,7 +158,7 @@ mod tests {
 
     use super::*;
     use crate::tests::{new, with};
-    use crate::{FMHA_E4M3FN, FMHA_F32, fmha_index_loss};
+    use crate::{FMHA_E4M3FN, FMHA_F32, fmha_index_loss, fmha_index_loss_workspace};
 
     #[test]
     fn losses_and_gradients_are_those_of_the_definition() {
@@ -191,17 +201,19 @@ mod tests {
         for (wrong, said) in [
             (with!(call, struct_bytes = 8), "struct_bytes 8 is not sizeof(FmhaIndexLoss)"),
             (with!(call, topk = -1), "topk -1 is not in 0..2^32"),
-            (with!(call, num_heads = 0), "num_heads 0 is not at least 1"),
+            (with!(call, num_heads = 0), "num_heads 0 is not in 1..=4096"),
+            (with!(call, deterministic = 2), "deterministic 2 is neither 0 nor 1"),
             (with!(call, dtype_k = FMHA_E4M3FN), "dtype_k e4m3fn is none of f32, f16 and bf16"),
             (with!(call, target = null()), "target is null, but 24 bytes are needed"),
-            (with!(call, batch = i64::from(u32::MAX), seqlen_q = 1 << 30), "is larger than memory"),
+            (with!(call, batch = 1 << 20, seqlen_q = 1 << 20), "batch 1048576 of seqlen_q 1048576"),
         ] {
             // SAFETY: refused before anything is read.
-            let error = unsafe { index_loss(&wrong) }.unwrap_err().to_string();
+            let error = unsafe { on(c"cpu".as_ptr(), &wrong) }.unwrap_err().to_string();
             assert!(error.contains(said), "{error}, not {said}");
         }
-        // SAFETY: refused before anything is read; the name is a C string.
-        let error = unsafe { on(c"cuda:1".as_ptr(), &call) }.unwrap_err().to_string();
-        assert!(error.contains("device cuda:1: no kernel of a GPU"), "{error}");
+        let mut bytes = 7;
+        // SAFETY: the name is a C string, the call and the number are alive.
+        assert_eq!(unsafe { fmha_index_loss_workspace(null(), &raw const call, &raw mut bytes) }, 0);
+        assert_eq!(bytes, 0);
     }
 }

@@ -28,7 +28,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use fmha::{DevBuffer, Device, Error, ProblemError};
 
 pub use host::{Choice, tile_options};
-pub use index_loss::index_loss;
+pub use index_loss::{plan_index_loss, run_index_loss};
 pub use masks::FmhaMaskObject;
 pub use plan::FmhaPlan;
 pub use ranks::*;
@@ -197,17 +197,39 @@ pub unsafe extern "C" fn fmha_run_choose(plan: *const FmhaPlan, args: *const Fmh
     unsafe { run_plan(plan, args, FmhaPlan::run_choose) }
 }
 
-/// Computes an indexer's loss and its gradients, before it returns. `device` is "cpu" (as null): no kernel of a GPU
-/// computes them, and every other device is refused. Returns 0, or not 0 (see `fmha_last_error`) with nothing written.
+/// Computes an indexer's loss and its gradients, or queues that on a GPU. `device` is named as in `fmha_plan`; null:
+/// "cpu". Each call plans anew, which compiles only what was never compiled. Returns 0, or not 0 (see
+/// `fmha_last_error`) with nothing written.
 ///
 /// # Safety
-/// `device` is null or a C string; `call` is null, or its pointers are null or memory as large as it says.
+/// `device` is null or a C string; `call` is null, or its pointers are null or memory of the device as large as it
+/// says, of which nobody else uses what is written until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_index_loss(device: *const c_char, call: *const FmhaIndexLoss) -> c_int {
     guard(|| {
         not_null("call", call)?;
         // SAFETY: the caller keeps the contract of `fmha_index_loss`; `call` is not null.
         unsafe { index_loss::on(device, &*call) }
+    })
+}
+
+/// Bytes of scratch that `fmha_index_loss` wants in `call.workspace`, which is 0 on the CPU. Of the call's addresses
+/// only those matter that are null.
+///
+/// # Safety
+/// `device` is null or a C string; `call` is null or a call; `bytes` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_index_loss_workspace(
+    device: *const c_char,
+    call: *const FmhaIndexLoss,
+    bytes: *mut u64,
+) -> c_int {
+    guard(|| {
+        not_null("call", call)?;
+        not_null("bytes", bytes)?;
+        // SAFETY: the caller keeps the contract of `fmha_index_loss_workspace`; neither is null.
+        unsafe { *bytes = index_loss::workspace_on(device, &*call)? };
+        Ok(())
     })
 }
 

@@ -820,7 +820,7 @@ pub struct FmhaChooseArgs {
 
 /// The loss that trains an indexer, and its gradients: for each query the KL divergence of the softmax of its list's
 /// scores, sum_h relu(q_h . k) w_h, from a target, which is divided by its sum and has no gradient. All tensors are
-/// contiguous, in host memory. Set everything to 0 first, then what is wanted.
+/// contiguous, in memory of the device. Set everything to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaIndexLoss {
@@ -862,6 +862,16 @@ pub struct FmhaIndexLoss {
     pub dtype_q: i32,
     /// Type of k: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_k: i32,
+    /// 1: sums have one order, and a second run gives equal bits. 0: on NVIDIA's GPUs dk is added to in no order.
+    pub deterministic: i32,
+    /// 1: a slow kernel may serve where no other takes the call.
+    pub allow_fallback: i32,
+    /// Stream of the run, as in FmhaArgs.
+    pub stream: *mut c_void,
+    /// Scratch, aligned to 256 bytes; null where fmha_index_loss_workspace says 0.
+    pub workspace: *mut c_void,
+    /// Bytes of the scratch: at least what fmha_index_loss_workspace says.
+    pub workspace_bytes: u64,
 }
 
 /// All that a plan of a conversion to a format with scales by blocks is made of: a tensor

@@ -375,6 +375,11 @@ static const Field INDEX_LOSS[] = {
     FIELD(FmhaIndexLoss, dweights, FREE),
     FIELD(FmhaIndexLoss, dtype_q, CODE),
     FIELD(FmhaIndexLoss, dtype_k, CODE),
+    FIELD(FmhaIndexLoss, deterministic, CODE),
+    FIELD(FmhaIndexLoss, allow_fallback, CODE),
+    FIELD(FmhaIndexLoss, stream, FREE),
+    FIELD(FmhaIndexLoss, workspace, FREE),
+    FIELD(FmhaIndexLoss, workspace_bytes, FREE),
 };
 
 static const Field CHOOSE_ARGS[] = {
@@ -1248,7 +1253,9 @@ static void index_loss(void) {
   CHECK(fmha_index_loss("cpu", &call) == 0, "an indexer's loss is not computed");
   for (int i = 0; i < BATCH * ROWS; ++i) CHECK(loss[i] >= -1e-6f, "a loss is %f", loss[i]);
   clear();
-  refused(fmha_index_loss("cuda:1", &call), "device", "cuda:1");
+  refused(fmha_index_loss("cuda:x", &call), "device", "cuda:x");
+  uint64_t scratch = 7;
+  CHECK(fmha_index_loss_workspace("cpu", &call, &scratch) == 0 && scratch == 0, "the CPU wants scratch");
   for (size_t i = 0; i < COUNT(INDEX_LOSS); ++i) {
     char said[64];
     for (size_t way = 0; way < ways(&INDEX_LOSS[i]); ++way) {

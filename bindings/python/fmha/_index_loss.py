@@ -1,4 +1,4 @@
-"""The loss that trains an indexer, with gradients: the library's on the CPU, torch's operators where they may serve."""
+"""The loss that trains an indexer, with gradients: the library's, torch's operators where they may serve."""
 
 from __future__ import annotations
 
@@ -20,12 +20,22 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in _NUMBERS),
         *((name, ctypes.c_void_p) for name in (*_READ, *_WRITTEN)),
-        ("dtype_q", ctypes.c_int32),
-        ("dtype_k", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("dtype_q", "dtype_k", "deterministic", "allow_fallback")),
+        ("stream", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_uint64),
     ]
 
 
-_native.library.fmha_py_index_loss.argtypes = [ctypes.POINTER(_Call)]
+_library = _native.library
+_library.fmha_py_index_loss.argtypes = [ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_int]
+_library.fmha_py_workspace_index_loss.argtypes = [
+    *_library.fmha_py_index_loss.argtypes,
+    ctypes.POINTER(ctypes.c_uint64),
+]
+
+#: What the library's text has where a sound call has no kernel.
+_NO_KERNEL = "has no kernel for this problem"
 
 #: Elements that torch's operators gather at once.
 _GATHERED = 1 << 24
@@ -36,21 +46,51 @@ _TRAINED = (torch.float32, torch.float16, torch.bfloat16)
 def _by_library(
     q: Any, k: Any, weights: Any, indices: Any, target: Any, dloss: Optional[torch.Tensor], wanted: Tuple[bool, ...]
 ) -> Tuple[Optional[torch.Tensor], ...]:
-    """What is wanted of the loss and the gradients of q, k and weights, f32."""
+    """What is wanted of the loss and the gradients of q, k and weights, f32, on q's device."""
     batch, seqlen_q, heads, dim = q.shape
     call = _Call(ctypes.sizeof(_Call), batch, seqlen_q, k.shape[1], indices.shape[2], heads, dim)
     read = (q, k, weights, indices, target, dloss)
     alive = [None if x is None else _torch.resolved(x).contiguous() for x in read]
     shapes = ((batch, seqlen_q), q.shape, k.shape, weights.shape)
-    # The library writes f32 on the host, whatever torch's defaults are.
-    host: Dict[str, Any] = dict(dtype=torch.float32, device="cpu")
-    made = tuple(torch.zeros(shape, **host) if wants else None for shape, wants in zip(shapes, wanted))
+    # The library writes f32, whatever torch's defaults are.
+    there: Dict[str, Any] = dict(dtype=torch.float32, device=q.device)
+    made = tuple(torch.zeros(shape, **there) if wants else None for shape, wants in zip(shapes, wanted))
+    if not any(wanted):
+        return made
     for name, x in zip((*_READ, *_WRITTEN), (*alive, *made)):
         # Without elements torch gives no address.
         setattr(call, name, None if x is None else x.data_ptr() or 256)
     call.dtype_q, call.dtype_k = (_native.DTYPES[str(x.dtype).rpartition(".")[2]] for x in (q, k))
-    _native.check(_native.library.fmha_py_index_loss(ctypes.byref(call)))
+    call.deterministic = torch.are_deterministic_algorithms_enabled()
+    if q.device.type == "cpu":
+        _run(call, q.device, 0)
+        return made
+    with torch.cuda.device(q.device):
+        call.stream = torch.cuda.current_stream(q.device).cuda_stream
+        _run(call, q.device, 2 if torch.version.hip else 1)
     return made
+
+
+def _run(call: _Call, device: torch.device, kind: int) -> None:
+    place = (kind, device.index or 0)
+    wanted = ctypes.c_uint64()
+    _native.check(_library.fmha_py_workspace_index_loss(ctypes.byref(call), *place, ctypes.byref(wanted)))
+    scratch = None
+    if wanted.value:
+        scratch = torch.empty(wanted.value + 256, dtype=torch.uint8, device=device)
+        call.workspace, call.workspace_bytes = -(-scratch.data_ptr() // 256) * 256, wanted.value
+    _native.check(_library.fmha_py_index_loss(ctypes.byref(call), *place))
+    del scratch
+
+
+def _by_library_or_torch(q: Any, *rest: Any) -> Tuple[Optional[torch.Tensor], ...]:
+    """As :func:`_by_library`, and by torch's operators what no kernel takes."""
+    try:
+        return _by_library(q, *rest)
+    except _native.FmhaError as error:
+        if _NO_KERNEL not in str(error):
+            raise
+    return _by_torch(q, *rest)
 
 
 def _by_torch(
@@ -157,7 +197,9 @@ def index_loss(
     if heads < 1 or dim < 1:
         raise ValueError(f"q has {heads} heads of {dim} elements, not 1 or more of both")
     compute = _by_library
-    if is_wide or q.device.type != "cpu":
+    if q.device.type == "cuda" and allow_fallback:
+        compute = _by_library_or_torch
+    if is_wide or q.device.type not in ("cpu", "cuda"):
         if not allow_fallback:
             what = "float64" if is_wide else str(q.device)
             text = f"q is on {q.device}" if not is_wide else "q is of float64"

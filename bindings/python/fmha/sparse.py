@@ -406,8 +406,9 @@ def index_loss(
         indices: i32 ``[batch, seqlen_q, topk]``, as :func:`index_lists` writes them. An entry that is negative, or at
             or past seqlen_k, is absent; one that stands twice counts twice.
         target: f32 ``[batch, seqlen_q, topk]``, as :func:`index_target` makes it; a constant.
-        allow_fallback: whether torch's operators may serve. On the CPU the library computes it, on one thread; no
-            kernel of a GPU does, nor any in float64, so such a call is refused without this.
+        allow_fallback: whether torch's operators may serve what no kernel takes. On the CPU the library computes the
+            loss, on one thread; on a GPU its kernels take bf16, ``head_dim`` a multiple of 8. Other types there, and
+            float64, are refused without this.
 
     Returns:
         The loss of each query: 0 where its list has no key, or its target sums to 0.

@@ -10,6 +10,7 @@ pub mod call;
 pub mod choose;
 mod code;
 pub mod combine;
+pub mod index_loss;
 mod lasting;
 pub mod lists;
 mod masks;
@@ -297,17 +298,41 @@ pub extern "C" fn fmha_py_describe_choose() -> usize {
     size_of::<choose::Choose>()
 }
 
-/// Computes an indexer's loss and its gradients on the CPU.
+/// Plans an indexer's loss on the device of a kind and an index, and says how many bytes of scratch its run wants.
 ///
 /// # Safety
-/// `call` is null, or its pointers are null or memory as large as it says.
+/// `call` is null or a call, no tensor of which is read; `bytes` is null or writable.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fmha_py_index_loss(call: *const fmha_c::FmhaIndexLoss) -> c_int {
+pub unsafe extern "C" fn fmha_py_workspace_index_loss(
+    call: *const fmha_c::FmhaIndexLoss,
+    kind: c_int,
+    index: c_int,
+    bytes: *mut u64,
+) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (call, bytes) = unsafe { (call.as_ref(), bytes.as_mut()) };
+        let call = call.ok_or("call is null")?;
+        *bytes.ok_or("bytes is null")? = index_loss::workspace_bytes(call, (kind, index))?;
+        Ok(())
+    })
+}
+
+/// Computes an indexer's loss and its gradients, or queues that on a GPU's stream.
+///
+/// # Safety
+/// As [`fmha_py_workspace_index_loss`]; addresses are null or memory of the device as large as the numbers say.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_index_loss(
+    call: *const fmha_c::FmhaIndexLoss,
+    kind: c_int,
+    index: c_int,
+) -> c_int {
     guard(|| {
         // SAFETY: the caller's promise.
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
         // SAFETY: the caller's promise.
-        plans::said(unsafe { fmha_c::index_loss(call) })
+        unsafe { index_loss::run(call, (kind, index)) }
     })
 }
 

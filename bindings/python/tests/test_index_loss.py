@@ -96,6 +96,22 @@ def test_torchs_operators_compute_the_same(monkeypatch):
         check(drawn(seed), 1e-5, allow_fallback=True)
 
 
+def test_torchs_operators_serve_what_no_kernel_takes_and_no_fault(monkeypatch):
+    said = "cuda:0 has no kernel for this problem: sm80_index_loss: dtype_q f32 is not bf16"
+
+    def refuse(*_):
+        raise fmha.FmhaError(said)
+
+    monkeypatch.setattr(_index_loss, "_by_library", refuse)
+    operands, wanted = drawn(4), (True, True, True, True)
+    made = _index_loss._by_library_or_torch(*operands, None, wanted)
+    for x, y in zip(made, _index_loss._by_torch(*operands, None, wanted)):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    said = "launch failed with 700: an illegal access"
+    with pytest.raises(fmha.FmhaError, match="700"):
+        _index_loss._by_library_or_torch(*operands, None, wanted)
+
+
 def test_gradients_in_float64_are_finite_differences():
     q, k, weights, indices, target = drawn(7, torch.float64)
     given = [x.clone().requires_grad_() for x in (q, k, weights)]

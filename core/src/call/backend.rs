@@ -16,7 +16,7 @@ use crate::problem::ValidFwd;
 use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::roofline::Roofline;
-use crate::sparse::ValidChoose;
+use crate::sparse::{ValidChoose, ValidIndexLoss};
 use crate::tune::Tune;
 
 /// The interface that a vendor implements so that its devices run attention; a user has a
@@ -173,6 +173,16 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// As [`plan_fwd`](Self::plan_fwd).
     fn plan_quantize(&self, problem: &ValidQuantize, _: &PlanOptions) -> Result<Planned<ValidQuantize>> {
         let reason = format!("format {}: it converts no tensors", problem.format);
+        Err(unsupported(self.name(), vec![Refusal::new(self.kind(), reason)]))
+    }
+
+    /// Chooses a kernel that computes the loss that trains an indexer, and its gradients. A backend that has none
+    /// refuses by its name.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    fn plan_index_loss(&self, problem: &ValidIndexLoss, _: &PlanOptions) -> Result<Planned<ValidIndexLoss>> {
+        let reason = format!("topk {}: it computes no loss of an indexer", problem.topk);
         Err(unsupported(self.name(), vec![Refusal::new(self.kind(), reason)]))
     }
 }

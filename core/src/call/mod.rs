@@ -16,8 +16,9 @@ pub mod tree;
 use std::fmt::Debug;
 
 use crate::args::{
-    BwdArgs, CacheSlice, ChooseArgs, CombineArgs, DevSliceMut, ElemType, FwdArgs, MaskArgs, MemorySpace,
-    QuantizeArgs, ScoreArgs, SeqArgs, check_bwd, check_choose, check_combine, check_fwd, check_quantize,
+    BwdArgs, CacheSlice, ChooseArgs, CombineArgs, DevSliceMut, ElemType, FwdArgs, IndexLossArgs, MaskArgs,
+    MemorySpace, QuantizeArgs, ScoreArgs, SeqArgs, check_bwd, check_choose, check_combine, check_fwd,
+    check_index_loss, check_quantize,
 };
 use crate::built_in::BuiltIn;
 use crate::bwd::{BwdProblem, ValidBwd};
@@ -37,7 +38,7 @@ use crate::quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 use crate::score::Bias;
 use crate::second::SecondCall;
 use crate::seq::SeqSpan;
-use crate::sparse::{ChooseProblem, ValidChoose};
+use crate::sparse::{ChooseProblem, IndexLossProblem, ValidChoose, ValidIndexLoss};
 
 mod sealed {
     pub trait Sealed {}
@@ -46,13 +47,14 @@ mod sealed {
     impl Sealed for crate::combine::ValidCombine {}
     impl Sealed for crate::sparse::ValidChoose {}
     impl Sealed for crate::quantize::ValidQuantize {}
+    impl Sealed for crate::sparse::ValidIndexLoss {}
 }
 
 /// A validated problem of one operation: [`ValidFwd`], [`ValidBwd`], [`ValidCombine`], [`ValidChoose`]. It defines
 /// which arguments its calls have, and how they are checked.
 pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`], [`ChooseArgs`],
-    /// [`QuantizeArgs`].
+    /// [`QuantizeArgs`], [`IndexLossArgs`].
     type Args<'a>;
 
     /// Operation of the problem.
@@ -582,6 +584,49 @@ impl Problem for ValidQuantize {
     }
 
     fn borrowed<'a>(args: &'a QuantizeArgs<'_>) -> &'a QuantizeArgs<'a> {
+        args
+    }
+}
+
+impl Problem for ValidIndexLoss {
+    type Args<'a> = IndexLossArgs<'a>;
+    const OPERATION: Operation = Operation::IndexLoss;
+    const HAS_LENGTHS: bool = false;
+
+    fn check(
+        &self,
+        args: &IndexLossArgs<'_>,
+        workspace: Workspace,
+        space: MemorySpace,
+    ) -> Result<(), ProblemError> {
+        check_index_loss(self, args, workspace, space)
+    }
+
+    fn lengths<'a>(&'a self, _: &'a IndexLossArgs<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)> {
+        None
+    }
+
+    fn workspace<'a>(args: &'a IndexLossArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
+        args.workspace.as_ref()
+    }
+
+    fn tell_types(&self, args: &IndexLossArgs<'_>) {
+        let written = [&args.loss, &args.dq, &args.dk, &args.dweights];
+        written.into_iter().flatten().for_each(|slice| slice.tell(DType::F32));
+    }
+
+    fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
+        let mut one = IndexLossProblem::clone(self);
+        let has_some = std::mem::replace(&mut one.batch, 1) > 0;
+        if has_some { Ok(None) } else { one.validate().map(Some) }
+    }
+
+    /// Keys without a query have gradients of 0, which are written.
+    fn is_empty(&self) -> bool {
+        self.rows() == 0 && !(self.write_dk && self.keys() > 0)
+    }
+
+    fn borrowed<'a>(args: &'a IndexLossArgs<'_>) -> &'a IndexLossArgs<'a> {
         args
     }
 }

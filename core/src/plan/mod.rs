@@ -36,7 +36,7 @@ use crate::queues::Queues;
 use crate::records::{Listed, PLAN, record};
 use crate::second;
 use crate::seq::{checked_spans, spans};
-use crate::sparse::ValidChoose;
+use crate::sparse::{ValidChoose, ValidIndexLoss};
 
 /// Scratch memory of a run. Its contents between runs mean nothing: a run clears the part that must be zero itself,
 /// on its own stream.
@@ -156,7 +156,7 @@ unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream
 }
 
 /// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`], [`CombinePlan`],
-/// [`ChoosePlan`] and [`QuantizePlan`] are its names for each operation. A clone is cheap.
+/// [`ChoosePlan`], [`QuantizePlan`] and [`IndexLossPlan`] are its names for each operation. A clone is cheap.
 ///
 /// A plan cannot be changed, so that a run's arguments are checked against the planned problem:
 ///
@@ -189,6 +189,8 @@ pub type CombinePlan = Plan<ValidCombine>;
 pub type ChoosePlan = Plan<ValidChoose>;
 /// A plan that brings a tensor to a format with scales by blocks.
 pub type QuantizePlan = Plan<ValidQuantize>;
+/// A plan for the loss that trains an indexer, and its gradients.
+pub type IndexLossPlan = Plan<ValidIndexLoss>;
 
 /// Description of a plan that has no launch of its own.
 static NO_LAUNCH: Explain =

@@ -10,9 +10,9 @@ use crate::combine::ValidCombine;
 use crate::error::ProblemError;
 use crate::problem::ValidFwd;
 use crate::quantize::ValidQuantize;
-use crate::sparse::ValidChoose;
+use crate::sparse::{ValidChoose, ValidIndexLoss};
 
-/// One of the five things that a backend computes: part of the key of tuned tiles, bundles and
+/// One of the six things that a backend computes: part of the key of tuned tiles, bundles and
 /// precompiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -27,11 +27,14 @@ pub enum Operation {
     Choose,
     /// A tensor in a format with scales by blocks.
     Quantize,
+    /// The loss that trains an indexer, and its gradients.
+    IndexLoss,
 }
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Self; 5] = [Self::Forward, Self::Backward, Self::Combine, Self::Choose, Self::Quantize];
+    pub const ALL: [Self; 6] =
+        [Self::Forward, Self::Backward, Self::Combine, Self::Choose, Self::Quantize, Self::IndexLoss];
 
     /// The name in keys, files and texts: `forward`.
     #[must_use]
@@ -42,6 +45,7 @@ impl Operation {
             Self::Combine => "combine",
             Self::Choose => "choose",
             Self::Quantize => "quantize",
+            Self::IndexLoss => "index-loss",
         }
     }
 }
@@ -76,6 +80,8 @@ pub enum AnyProblem<'a> {
     Choose(&'a ValidChoose),
     /// Problem of [`plan_quantize`](crate::FmhaBackend::plan_quantize).
     Quantize(&'a ValidQuantize),
+    /// Problem of [`plan_index_loss`](crate::FmhaBackend::plan_index_loss).
+    IndexLoss(&'a ValidIndexLoss),
 }
 
 impl AnyProblem<'_> {
@@ -88,6 +94,7 @@ impl AnyProblem<'_> {
             Self::Combine(_) => Operation::Combine,
             Self::Choose(_) => Operation::Choose,
             Self::Quantize(_) => Operation::Quantize,
+            Self::IndexLoss(_) => Operation::IndexLoss,
         }
     }
 }
@@ -103,7 +110,8 @@ mod tests {
         }
         let error = "decode".parse::<Operation>().unwrap_err();
         assert!(
-            error.field == "operation" && error.text.contains("forward, backward, combine, choose, quantize"),
+            error.field == "operation"
+                && error.text.contains("forward, backward, combine, choose, quantize, index-loss"),
             "{error}"
         );
     }

@@ -38,6 +38,64 @@ pub fn index_loss(scores: &[f32], target: &[f32], gradients: &mut [f32]) -> Resu
     Ok(loss)
 }
 
+/// Losses of an indexer over lists `[batch, seqlen_q, topk]`, and the gradients of their sum by the lists' scores: for
+/// each query [`index_loss`] of the scores that its list has, against its part of `target`, f32 of the lists' shape.
+/// [`index_gradients`] makes gradients of q, k and w of these. An entry that is negative, or not below `seqlen_k`, is
+/// absent; the call's candidates are not asked. By definition, on one thread.
+///
+/// ```
+/// use fmha_core::sparse::{Candidates, IndexArgs, IndexCall, IndexProblem, index_gradients, index_losses};
+/// use fmha_core::{DType, DevSlice};
+///
+/// let problem = IndexProblem {
+///     batch: 1, seqlen_q: 1, seqlen_k: 3, num_heads: 1, head_dim: 1, dtype_q: DType::F32, dtype_k: DType::F32,
+/// };
+/// let (q, k) = ([1.0f32], [2.0f32, 3.0, 2.0]);
+/// let args = IndexArgs {
+///     q: DevSlice::host(&q), k: DevSlice::host(&k), weights: &[1.0], k_scale: None, candidates: Candidates::All,
+/// };
+/// let (call, lists) = (IndexCall::new(problem, args)?, [0, 2, -1]);
+/// // Scores 2 and 2 are probabilities 1/2 and 1/2; the target's are 1/4 and 3/4.
+/// let (losses, d_scores) = index_losses(&call, (&lists, 3), &[1.0, 3.0, 9.0])?;
+/// assert!((losses[0] - (0.25 * 0.5f64.ln() + 0.75 * 1.5f64.ln())).abs() < 1e-9);
+/// assert_eq!(d_scores, [0.25, -0.25, 0.0]);
+/// assert_eq!(index_gradients(&call, (&lists, 3), &d_scores)?.k, [0.25, 0.0, -0.25]);
+/// # Ok::<(), fmha_core::Error>(())
+/// ```
+///
+/// # Errors
+/// Lists or a target of another length than the call's tokens ask for; memory that the system refuses.
+pub fn index_losses(
+    call: &IndexCall<'_>,
+    (indices, topk): (&[i32], usize),
+    target: &[f32],
+) -> Result<(Vec<f64>, Vec<f32>)> {
+    let (rows, problem) = (call.rows(), call.problem());
+    let wanted = rows.saturating_mul(topk);
+    for (field, length) in [("indices", indices.len()), ("target", target.len())] {
+        if length != wanted {
+            let text = format!("{field} has {length} elements, but {wanted} are wanted");
+            return Err(ProblemError::new(field, text).into());
+        }
+    }
+    let (mut losses, mut gradients) = (filled(rows, 0.0)?, filled(wanted, 0.0)?);
+    let mut scores = filled(topk, 0f32)?;
+    for (row, loss) in losses.iter_mut().enumerate() {
+        let list = row * topk..(row + 1) * topk;
+        for (score, &entry) in scores.iter_mut().zip(&indices[list.clone()]) {
+            *score = match u32::try_from(entry).ok().filter(|&j| j < problem.seqlen_k) {
+                None => f32::NEG_INFINITY,
+                Some(j) => {
+                    let heads = 0..problem.num_heads as usize;
+                    heads.map(|h| relu(call.product(row, h, j)) * call.weight(row, h)).sum::<f64>() as f32
+                }
+            };
+        }
+        *loss = index_loss(&scores, &target[list.clone()], &mut gradients[list])?;
+    }
+    Ok((losses, gradients))
+}
+
 /// Gradients of an indexer's operands, shaped like them. The gradient of k is that of its rows after scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IndexGradients {

@@ -9,11 +9,12 @@
 //! block_sums        a block's share of coarser probabilities           NSA (arXiv 2502.11089, equation 9)
 //! choose_blocks     the k greatest blocks, some of them whatever they score
 //! index_loss        KL divergence of a list's scores from attention's probabilities, and its gradient
+//! index_losses      the losses of a call's lists, and the gradients of their scores
 //! index_gradients   the gradients of q, k and w from those of the scores
 //! ```
 //!
-//! A [`ChooseProblem`] describes such a computation, except the loss, for a [`Device`](crate::Device), which plans
-//! it.
+//! A [`ChooseProblem`] describes such a choice, an [`IndexLossProblem`] a loss with its gradients, for a
+//! [`Device`](crate::Device), which plans it.
 //!
 //! A list from [`choose`] is in the form that [`KeyLists`](crate::KeyLists) takes: ascending positions, followed by
 //! -1.
@@ -23,12 +24,14 @@ mod choose;
 mod index;
 mod loss;
 mod problem;
+mod train;
 
 pub use blocks::{BlockOverlap, block_maxima, block_sums};
 pub use choose::{before, choose, choose_blocks};
 pub use index::{Candidates, IndexArgs, IndexCall, IndexProblem, index_scores};
-pub use loss::{IndexGradients, index_gradients, index_loss};
+pub use loss::{IndexGradients, index_gradients, index_loss, index_losses};
 pub use problem::{
     BlockScore, CandidateKind, ChooseProblem, ChosenBlocks, IndexKeys, IndexStrides, Indexer,
     MAX_INDEX_HEADS, ScoreSource, ValidChoose,
 };
+pub use train::{IndexLossProblem, ValidIndexLoss};

@@ -8,6 +8,7 @@ pub mod choose_params;
 pub mod code_source;
 pub mod fields;
 pub mod functions;
+pub mod index_loss_params;
 pub mod memory;
 pub mod quantize_params;
 pub mod scale_params;

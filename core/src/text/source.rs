@@ -329,6 +329,7 @@ mod tests {
             crate::cache_update::header(),
             crate::choose_params::header(),
             crate::quantize_params::header(),
+            crate::index_loss_params::header(),
             crate::lists::header(),
             crate::second::header(),
             crate::masks::header(),

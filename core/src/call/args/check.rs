@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::overlap::{Lattice, Meeting};
 use super::{
     BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs,
-    MaskArgs, MemorySpace, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
+    IndexLossArgs, MaskArgs, MemorySpace, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -22,7 +22,7 @@ use crate::problem::{
 use crate::quantize::{TensorScale, ValidQuantize};
 use crate::score::{Bias, Descale};
 use crate::second::{SecondCall, named};
-use crate::sparse::{CandidateKind, IndexKeys, ValidChoose};
+use crate::sparse::{CandidateKind, IndexKeys, ValidChoose, ValidIndexLoss};
 
 const F32: ElemType = ElemType::Number(DType::F32);
 const I32: ElemType = ElemType::I32;
@@ -243,6 +243,45 @@ pub fn check_quantize(
     operands.read("tensor_scale", &args.tensor_scale, is(TensorScale::Given), (F32, 1))?;
     let written = args.written_scale.as_ref().map(Access::out);
     operands.numbers("written_scale", written, is(TensorScale::Written), (F32, 1))?;
+    operands.workspace(args.workspace.as_ref(), workspace)?;
+    operands.disjoint()
+}
+
+/// Checks the arguments of an indexer's loss against its problem, as [`check_fwd`] does.
+///
+/// # Errors
+/// The first argument that does not fit, with both byte counts.
+pub fn check_index_loss(
+    problem: &ValidIndexLoss,
+    args: &IndexLossArgs<'_>,
+    workspace: Workspace,
+    space: MemorySpace,
+) -> Result<(), ProblemError> {
+    let mut operands = Operands::new(space);
+    let (rows, keys, dim) = (problem.rows(), problem.keys(), u64::from(problem.head_dim));
+    let heads = rows.saturating_mul(problem.num_heads.into());
+    let entries = rows.saturating_mul(problem.topk.into());
+    let (q, k) = (heads.saturating_mul(dim), keys.saturating_mul(dim));
+    for (name, slice, dtype, elems) in
+        [("q", &args.q, problem.dtype_q, q), ("k", &args.k, problem.dtype_k, k)]
+    {
+        let size = dtype.size_bytes();
+        let (bytes, align) = (elems.saturating_mul(size), size as usize);
+        operands.push(name, Access::input(slice), dtype.into(), bytes, align, None)?;
+    }
+    operands.read("weights", &Some(args.weights), true, (F32, heads))?;
+    operands.read("k_scale", &args.k_scale, problem.k_scale, (F32, keys))?;
+    operands.read("indices", &Some(args.indices), true, (I32, entries))?;
+    operands.read("target", &Some(args.target), true, (F32, entries))?;
+    operands.read("dloss", &args.dloss, problem.has_dloss, (F32, rows))?;
+    for (name, slice, wanted, elems) in [
+        ("loss", &args.loss, problem.write_loss, rows),
+        ("dq", &args.dq, problem.write_dq, q),
+        ("dk", &args.dk, problem.write_dk, k),
+        ("dweights", &args.dweights, problem.write_dweights, heads),
+    ] {
+        operands.numbers(name, slice.as_ref().map(Access::out), wanted, (F32, elems))?;
+    }
     operands.workspace(args.workspace.as_ref(), workspace)?;
     operands.disjoint()
 }

@@ -15,7 +15,7 @@ use bytemuck::AnyBitPattern;
 pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
 pub(crate) use check::{check_build, mask_tensors};
-pub use check::{check_bwd, check_choose, check_combine, check_fwd, check_quantize};
+pub use check::{check_bwd, check_choose, check_combine, check_fwd, check_index_loss, check_quantize};
 pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
 pub use second::SecondArgs;
@@ -547,6 +547,36 @@ pub struct QuantizeArgs<'a> {
     pub tensor_scale: Option<DevSlice<'a>>,
     /// The tensor's scale, one f32, iff the problem has it written.
     pub written_scale: Option<DevSliceMut<'a>>,
+    /// Scratch of the plan's size.
+    pub workspace: Option<DevSliceMut<'a>>,
+}
+
+/// The pointers of an indexer's loss. All tensors are contiguous.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct IndexLossArgs<'a> {
+    /// The indexer's q, `[batch, seqlen_q, num_heads, head_dim]`.
+    pub q: DevSlice<'a>,
+    /// The indexer's k, `[batch, seqlen_k, head_dim]`.
+    pub k: DevSlice<'a>,
+    /// The indexer's weights of heads, f32 `[batch, seqlen_q, num_heads]`.
+    pub weights: DevSlice<'a>,
+    /// Scales of keys, f32 `[batch, seqlen_k]`, iff the problem has them.
+    pub k_scale: Option<DevSlice<'a>>,
+    /// Positions, i32 `[batch, seqlen_q, topk]`. Absent: an entry below 0, or at or past `seqlen_k`.
+    pub indices: DevSlice<'a>,
+    /// Attention's probabilities of the listed keys, summed over heads, f32 `[batch, seqlen_q, topk]`.
+    pub target: DevSlice<'a>,
+    /// Factors of each query's gradients, f32 `[batch, seqlen_q]`, iff the problem has them.
+    pub dloss: Option<DevSlice<'a>>,
+    /// The loss of each query, f32 `[batch, seqlen_q]`, iff the problem writes it.
+    pub loss: Option<DevSliceMut<'a>>,
+    /// Gradient of q, f32 in its shape, iff the problem writes it.
+    pub dq: Option<DevSliceMut<'a>>,
+    /// Gradient of k, f32 in its shape, iff the problem writes it.
+    pub dk: Option<DevSliceMut<'a>>,
+    /// Gradient of the weights, f32 in their shape, iff the problem writes it.
+    pub dweights: Option<DevSliceMut<'a>>,
     /// Scratch of the plan's size.
     pub workspace: Option<DevSliceMut<'a>>,
 }

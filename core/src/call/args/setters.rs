@@ -2,7 +2,7 @@
 
 use super::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
-    FwdArgs, MaskArgs, PartialResult, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
+    FwdArgs, IndexLossArgs, MaskArgs, PartialResult, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
@@ -75,6 +75,44 @@ impl<'a> QuantizeArgs<'a> {
         tensor_scale: impl Into<Option<DevSlice<'a>>> => tensor_scale;
         /// The tensor's scale that is written, f32.
         written_scale: impl Into<Option<DevSliceMut<'a>>> => written_scale;
+        /// Scratch of the plan's size.
+        workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
+    }
+}
+
+impl<'a> IndexLossArgs<'a> {
+    /// Operands of every loss of an indexer: q, k and weights, its lists, and their target.
+    #[must_use]
+    pub fn new([q, k, weights]: [DevSlice<'a>; 3], indices: DevSlice<'a>, target: DevSlice<'a>) -> Self {
+        Self {
+            q,
+            k,
+            weights,
+            k_scale: None,
+            indices,
+            target,
+            dloss: None,
+            loss: None,
+            dq: None,
+            dk: None,
+            dweights: None,
+            workspace: None,
+        }
+    }
+
+    setters! {
+        /// Scales of keys, f32.
+        k_scale: impl Into<Option<DevSlice<'a>>> => k_scale;
+        /// Factors of each query's gradients, f32.
+        dloss: impl Into<Option<DevSlice<'a>>> => dloss;
+        /// The loss of each query, f32.
+        loss: impl Into<Option<DevSliceMut<'a>>> => loss;
+        /// Gradient of q, f32.
+        dq: impl Into<Option<DevSliceMut<'a>>> => dq;
+        /// Gradient of k, f32.
+        dk: impl Into<Option<DevSliceMut<'a>>> => dk;
+        /// Gradient of the weights, f32.
+        dweights: impl Into<Option<DevSliceMut<'a>>> => dweights;
         /// Scratch of the plan's size.
         workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
     }

@@ -23,14 +23,15 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, Result};
 use crate::peers::Peers;
 use crate::plan::{
-    BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, Plan, PlanOptions, QuantizePlan, Workspace,
+    BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, IndexLossPlan, Plan, PlanOptions, QuantizePlan,
+    Workspace,
 };
 use crate::problem::ValidFwd;
 use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::records::{PLAN, record};
 use crate::roofline::Roofline;
-use crate::sparse::ValidChoose;
+use crate::sparse::{ValidChoose, ValidIndexLoss};
 use crate::tune::Tune;
 
 /// A device that can run attention: an open backend with the kernels that it has loaded. A clone is cheap and
@@ -163,6 +164,14 @@ impl Device {
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_quantize(&self, problem: &ValidQuantize, options: &PlanOptions) -> Result<QuantizePlan> {
         self.planned(problem, options, |problem, options| self.0.plan_quantize(problem, options))
+    }
+
+    /// Chooses a kernel that computes the loss that trains an indexer, and its gradients ([`sparse`](crate::sparse)).
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    pub fn plan_index_loss(&self, problem: &ValidIndexLoss, options: &PlanOptions) -> Result<IndexLossPlan> {
+        self.planned(problem, options, |problem, options| self.0.plan_index_loss(problem, options))
     }
 
     /// Makes a plan, and reports it to the program's logger.
