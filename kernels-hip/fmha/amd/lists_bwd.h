@@ -245,8 +245,9 @@ FMHA_DEVICE void dq(const ListsBwdParams& params) {
     const int32_t at = first + lane_row(), named = list.key(min(at, count - 1)), key = at < count ? named : -1;
     const uint32_t shown = uint32_t(v_cmp_ballot(key >= 0));
     if (shown == 0) continue;
-    // An entry that names no key has the row of one that does.
-    const int32_t j = key >= 0 ? key : v_readlane_b32(key, __builtin_ctz(shown));
+    // An entry that names no key has the row of one that does. The lane is read before the choice: inside it clang 22
+    // knows that the lane's own key is below 0, and takes the other's for that too.
+    const int32_t other = v_readlane_b32(key, __builtin_ctz(shown)), j = key >= 0 ? key : other;
     const int64_t k_at = key_offset<spec>(p.fwd, p.fwd.k, span, i_head_kv, j);
     typename U::template Walked<C, C::dim_qk, C::score_steps> k;
     typename U::template Walked<C, C::dim_v, C::value_steps> v;
