@@ -133,7 +133,8 @@ FMHA_DEVICE void find_in_shares(const KvParts& parts, MergedRow& merged) {
   const int64_t rows = int64_t(parts.heads) * parts.num_rows;  // of a part
   merged.num_parts = max(stretches.owner(end - 1) - owner + 1, 1);
   merged.part_rows = rows * parts.tiles;
-  merged.row = (int64_t(owner + merged.span.i_batch) * parts.tiles + of_sequence) * rows + in_tile * parts.num_rows + merged.i;
+  const int64_t part = part_of_tile<int64_t>(owner, merged.span.i_batch, parts.tiles, of_sequence);
+  merged.row = part * rows + in_tile * parts.num_rows + merged.i;
 }
 
 // O of the parts `first`, `first + step`, ... times their weights.

@@ -97,7 +97,7 @@ FMHA_DEVICE void take_part(const FwdParams& p, const MlaSchedule& schedule, Part
   const int32_t first = blocks.first + left.skipped, count = min(blocks.count - left.skipped, left.num_blocks);
   left = {i_batch + 1, 0, left.num_blocks - count};
   const int32_t stretch = blockIdx.x / tiles, in_sequence = blockIdx.x - stretch * tiles;
-  work.part = (stretch + i_batch) * tiles + in_sequence;
+  work.part = part_of_tile(stretch, i_batch, tiles, in_sequence);
   work.i_head_kv = in_sequence / schedule.num_m_blocks;
   work.first_row = (in_sequence - work.i_head_kv * schedule.num_m_blocks) * kRows;
   work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
