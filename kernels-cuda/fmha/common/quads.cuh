@@ -12,15 +12,16 @@ FMHA_DEVICE float quad_reduce(float x, Op op) {
   return op(x, ptx::shfl_xor(x, 2));
 }
 
-// Lanes 2l and 2l + 1 hold words of two things, two of each; afterwards the even lane has all four words of the first and
-// the odd lane those of the second, in the order of lanes.
+// Lanes 2l and 2l + 1 hold words of two column groups, two of each; afterwards the even lane has all four words of the
+// first group and the odd lane those of the second, in the order of lanes.
 template <class Word>
 FMHA_DEVICE void exchange_halves(Word (&w)[4]) {
   const bool odd = threadIdx.x & 1;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const Word received = ptx::shfl_xor(odd ? w[k] : w[2 + k], 1);
-    (odd ? w[k] : w[2 + k]) = received;
+    const Word own = odd ? w[2 + k] : w[k], received = ptx::shfl_xor(odd ? w[k] : w[2 + k], 1);
+    w[k] = odd ? received : own;
+    w[2 + k] = odd ? own : received;
   }
 }
 

@@ -9,9 +9,9 @@
 //   stretch  0           |1          |2          |3          |4
 //   parts    0           |1       |2  |3  |4  |5 |6          |7        | ...
 //
-// A part is what a CTA walks of a tile: it ends where the stretch ends or the sequence does, and its number follows from
-// both (`part_of_tile`). Nothing is looked up for that but where a sequence begins in the row, which the last CTA leaves
-// for the merge (`kSharesHeader` words, then a word a sequence and one more).
+// A part is what a CTA walks of a tile: it ends where the stretch ends or the sequence does, and its number follows
+// from both (`part_of_tile`). Nothing is looked up for that but where a sequence begins in the row, which the last CTA
+// leaves for the merge (`kSharesHeader` words, then a word a sequence and one more).
 #pragma once
 #include <fmha/share_ends.h>
 #include <fmha/common/work.cuh>

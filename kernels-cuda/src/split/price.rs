@@ -358,8 +358,8 @@ const MERGE_COST: u64 = 3;
 const COST_OF_O: u64 = 2;
 const COST_OF_SCAN: u64 = 3;
 
-/// Price in units of a block: tiles, `units` of them before keys are split, in parts of `blocks_of_part` of their `blocks`
-/// and in waves of `at_once`.
+/// Price in units of a block: tiles, `units` of them before keys are split, in parts of `blocks_of_part` of their
+/// `blocks` and in waves of `at_once`.
 pub(crate) fn in_waves(units: u64, blocks: u64, blocks_of_part: u64, at_once: u64) -> u64 {
     let parts = blocks.div_ceil(blocks_of_part);
     let waves = units.saturating_mul(parts).div_ceil(at_once);

@@ -12,13 +12,17 @@ namespace fmha::mla {
 template <int columns, class Output>
 FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
+  const bool odd = quad_lane & 1;
 #pragma unroll
   for (int e = 2 * r; e < Output::num_elems; e += 8) {
     uint32_t words[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) words[k] = bits_of(o[e + k / 2 * 4 + k % 2] * factor);
+    for (int k = 0; k < 2; ++k) {
+      words[k] = bits_of(o[e + k] * factor);
+      words[2 + k] = bits_of(o[e + 4 + k] * factor);
+    }
     exchange_halves(words);
-    const int32_t column = 2 * e - 4 * r + 8 * (quad_lane & 1) + 2 * (quad_lane & 2);
+    const int32_t column = 2 * e - 4 * r + (odd ? 8 : 0) + 2 * (quad_lane & 2);
     ptx::st_global_v4_b32_if(out + column, words, stored && column < columns);
   }
 }

@@ -49,7 +49,8 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   work.part_keys = {0, seqlen_k};
   if constexpr (in_parts) {
     // The merge knows how many parts a sequence has: one without keys has the first.
-    const int32_t part_keys = keys_of_a_part(seqlen_k, schedule.num_parts, folded * kKeys), begin = work.part * part_keys;
+    const int32_t part_keys = keys_of_a_part(seqlen_k, schedule.num_parts, folded * kKeys);
+    const int32_t begin = work.part * part_keys;
     if (work.part > 0 && begin >= seqlen_k) work.has_rows = false;
     work.part_keys = {min(begin, seqlen_k), min(begin + part_keys, seqlen_k)};
     const int32_t own_keys = part_keys / folded, own = begin + at % folded * own_keys;
