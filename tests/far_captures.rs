@@ -244,7 +244,8 @@ fn gradient_of(first: u64) -> Option<(Vec<f32>, bool)> {
     };
     let score = format!("wide: bf16[_]; s + wide[k + {first}]").parse::<Function>().unwrap();
     let tensor = CapturedTensor { name: "wide".into(), shape: vec![count as u32], strides: vec![1] };
-    let problem = FwdProblem::batch(DType::F32, dims).write_lse(true).score_code(score).captured(vec![tensor]);
+    let problem =
+        FwdProblem::batch(DType::F32, dims).write_lse(true).score_code(score).captured(vec![tensor]);
     let fwd = problem.clone().validate().unwrap();
     let wanted = vec![CapturedGrad { name: "wide".into(), dtype: DType::Bf16 }];
     let bwd = BwdProblem::new(problem).dcaptured(wanted).validate().unwrap();

@@ -192,9 +192,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         if let Some(append) = problem.cache.append.filter(|_| problem.cache.scales.is_none()) {
             return Err(refuse(format!("append of seqlen_new {} is not taken", append.seqlen_new)));
         }
-        let fixed_parts = options.batch_invariant
-            || options.row_invariant
-            || choice.kernel.has_fixed_parts();
+        let fixed_parts = options.batch_invariant || options.row_invariant || choice.kernel.has_fixed_parts();
         let converted = if fixed_parts { text::Converted::All } else { text::Converted::Seen };
         let places = Places::new(problem, choice.workspace, converted).map_err(refuse)?;
         // A quantised cache must be bit-equal to the 16-bit cache, whatever the price: the reader computes it if it
