@@ -225,3 +225,74 @@ fn far_captures_are_read_on_a_gpu() {
         Err(error) => println!("absent: {error}"),
     }
 }
+
+/// The gradient of `wide` on the CPU, whose score reads `KEYS` elements from `first` on: those elements, and whether
+/// all others are 0. `None`: the system has too little memory for the sums.
+fn gradient_of(first: u64) -> Option<(Vec<f32>, bool)> {
+    let device = fmha::Backend::Cpu.open().unwrap();
+    let memory = device.memory();
+    let count = first + u64::from(KEYS);
+    let (size, keys) = (size_of::<bf16>() as u64, KEYS as usize);
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: QUERIES,
+        seqlen_k: KEYS,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+    let score = format!("wide: bf16[_]; s + wide[k + {first}]").parse::<Function>().unwrap();
+    let tensor = CapturedTensor { name: "wide".into(), shape: vec![count as u32], strides: vec![1] };
+    let problem =
+        FwdProblem::batch(DType::F32, dims).write_lse(true).score_code(score).captured(vec![tensor]);
+    let fwd = problem.clone().validate().unwrap();
+    let wanted = vec![CapturedGrad { name: "wide".into(), dtype: DType::Bf16 }];
+    let bwd = BwdProblem::new(problem).dcaptured(wanted).validate().unwrap();
+    let mut draw = Draw::new(12);
+    let mut noise = |count: u32| (0..count).map(|_| draw.unit() as f32).collect::<Vec<f32>>();
+    let [q, dout] = [8 * QUERIES; 2].map(&mut noise);
+    let [k, v] = [8 * KEYS; 2].map(&mut noise);
+    let [tq, tk, tv, tdout] = [&q, &k, &v, &dout].map(|numbers| memory.place(numbers).unwrap());
+    let [mut to, mut tdq, mut tdk, mut tdv] = [&q, &q, &k, &v].map(|like| memory.place(like).unwrap());
+    let mut tlse = memory.place(&[0f32; QUERIES as usize]).unwrap();
+    let captured = memory.alloc(count * size).ok()?;
+    // Sums of 8 bytes an element are reserved by the call, as here: pages are taken where a pair adds to them.
+    drop(memory.alloc(count * 8).ok()?);
+    let mut sum = memory.alloc(count * size).ok()?;
+    let (slices, stream) = ([captured.slice()], device.default_stream());
+    let score = ScoreArgs::default().captured(&slices);
+    let plan = device.plan_fwd(&fwd, &PlanOptions::default()).unwrap();
+    let mut workspace = memory.workspace(plan.workspace()).unwrap();
+    let mut args = FwdArgs::new(tq.slice(), tk.slice(), tv.slice(), to.slice_mut())
+        .score(score)
+        .lse(tlse.slice_mut())
+        .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
+    plan.run(&mut args, &stream).unwrap();
+    let plan = device.plan_bwd(&bwd, &PlanOptions::default()).unwrap();
+    let mut workspace = memory.workspace(plan.workspace()).unwrap();
+    let grads = [tdq.slice_mut(), tdk.slice_mut(), tdv.slice_mut()];
+    let given = [to.slice(), tlse.slice(), tdout.slice()];
+    let mut args = BwdArgs::new([tq.slice(), tk.slice(), tv.slice()], given, grads)
+        .score(score)
+        .dcaptured(vec![sum.slice_mut()])
+        .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
+    plan.run(&mut args, &stream).unwrap();
+    // SAFETY: the CPU's memory, of so many elements, which the call has written.
+    let found = unsafe { std::slice::from_raw_parts(sum.as_ptr().cast::<u16>(), count as usize) };
+    let (before, read) = found.split_at(found.len() - keys);
+    let read = read.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
+    Some((read, before.iter().all(|&bits| bits == 0)))
+}
+
+#[test]
+#[ignore = "4 GB are written: cargo xtask test --all"]
+fn a_gradient_of_more_than_2_to_the_31_elements_is_that_of_a_short_tensor() {
+    let Some((far, is_zero_before)) = gradient_of((1 << 31) + 77) else {
+        return println!("absent: memory for 2^31 sums in f64");
+    };
+    let (near, _) = gradient_of(0).unwrap();
+    assert!(near.iter().any(|x| x.abs() > 1e-3), "{near:?}");
+    assert_eq!(far, near);
+    assert!(is_zero_before);
+}

@@ -9,7 +9,7 @@ use fmha_core::expr::{
 use fmha_core::masks::{HostMasks, Shown};
 use fmha_core::{BlockClass, FwdProblem, MaskArgs, ProblemError, ScoreArgs, SeqSpan, ValidBwd};
 
-use crate::memory::reserve;
+use crate::memory::zeros;
 use crate::score::{HeadScore, Panel};
 use crate::simd::{Op, Simd, exp, tanh};
 
@@ -357,11 +357,6 @@ impl<'a> Code<'a> {
 /// # Errors
 /// Memory that the system refuses.
 pub(crate) fn captured_zeros(problem: &ValidBwd) -> fmha_core::Result<Vec<Vec<f64>>> {
-    let zeros = |elems: u64| {
-        let mut zeros = reserve(elems as usize)?;
-        zeros.resize(elems as usize, 0.0);
-        Ok(zeros)
-    };
     problem.captured_elems().map(zeros).collect()
 }
 

@@ -57,6 +57,26 @@ impl DeviceMemory for HostMemory {
     }
 }
 
+/// Zeros, in pages of the system that are not touched before a number is added.
+///
+/// # Errors
+/// The system has too little memory.
+pub(crate) fn zeros(count: u64) -> Result<Vec<f64>> {
+    let too_many = || no_memory(count.saturating_mul(size_of::<f64>() as u64));
+    let len = usize::try_from(count).map_err(|_| too_many())?;
+    let layout = Layout::array::<f64>(len).map_err(|_| too_many())?;
+    if len == 0 {
+        return Ok(vec![]);
+    }
+    // SAFETY: the layout has at least one number.
+    let memory = unsafe { alloc_zeroed(layout) }.cast::<f64>();
+    if memory.is_null() {
+        return Err(too_many());
+    }
+    // SAFETY: allocated above with the layout of so many numbers; zero bytes are the number 0.
+    Ok(unsafe { Vec::from_raw_parts(memory, len, len) })
+}
+
 fn check_fits(field: &'static str, wanted: usize, buffer: &DevBuffer) -> Result<()> {
     let has = buffer.bytes();
     if buffer.space() != MemorySpace::Host {

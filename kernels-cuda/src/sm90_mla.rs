@@ -12,7 +12,7 @@ use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Works
 use crate::operands::{refuse_faint_alibi, refuse_long_sequences, refuse_many_rows, stores_vectors, strides};
 use crate::schedule::{self, TileSchedule};
 use crate::split::Shares;
-use crate::split::price::CONSTANTS;
+use crate::split::price::{PriceOfUnlike, in_waves};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 use crate::{lists, split};
 
@@ -500,50 +500,6 @@ fn in_shares(problem: &FwdProblem, tile: Sm90MlaTile, num_sms: u32) -> Option<Sm
     (may_be_shared && both_walk && shared.check(problem).is_ok() && price.shares() < fixed).then_some(shared)
 }
 
-/// Price of a call whose sequences may be unlike, in units of a block, by the most that their lengths may be.
-#[derive(Clone, Copy, Debug)]
-struct PriceOfUnlike {
-    /// Tiles before keys are split.
-    units: f64,
-    /// Blocks of the longest sequence.
-    longest: f64,
-    /// CTAs that run at once.
-    at_once: f64,
-}
-
-impl PriceOfUnlike {
-    /// Blocks of a mean sequence.
-    fn mean(self) -> f64 {
-        self.longest * CONSTANTS.common.mean
-    }
-
-    /// Tiles in so many parts: the longest part from the beginning, or behind all others.
-    fn walked(self, parts: f64) -> f64 {
-        let (items, longest) = (self.units * parts, self.longest / parts);
-        let all = (self.units * self.mean() + items * TILE_COST as f64) / self.at_once;
-        (longest + TILE_COST as f64).max(all + longest * (items / self.at_once).min(1.0))
-    }
-
-    fn whole(self) -> f64 {
-        self.walked(1.0)
-    }
-
-    fn parts(self, parts: f64) -> f64 {
-        self.walked(parts) + MERGE_COST as f64
-    }
-
-    /// Equal shares: a part ends where a share or a tile does, and its O in f32 is written and read again.
-    fn shares(self) -> f64 {
-        let parts = 1.0 + self.units / self.at_once;
-        let walked = (self.units * self.mean() / self.at_once).max(1.0).ceil();
-        walked + parts * (TILE_COST + COST_OF_O) as f64 + (MERGE_COST + COST_OF_SCAN) as f64
-    }
-}
-
-/// Cost of a part's O, written and read in f32, and of finding where a share begins, in units of a block.
-const COST_OF_O: u64 = 2;
-const COST_OF_SCAN: u64 = 3;
-
 /// Whether V in K's rows is read once, together with K: shared memory then has two blocks. With rows of 512
 /// elements P has no room in K's block, so without lists V is read separately.
 const fn shares_rows(dims: Dims, listed: bool) -> bool {
@@ -561,12 +517,6 @@ fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
         || one_tile && split_keys == 0 && seqlen_k >= 2048 && problem.cache.v_in_k && head_dim_qk == DIM_QK
 }
 
-/// Cost of a tile besides its blocks, in units of a block: its start, the first block's latency, its results.
-const TILE_COST: u64 = 4;
-
-/// Cost of merging parts, in units of a block: it needs another launch.
-const MERGE_COST: u64 = 3;
-
 /// Keys of a part in blocks of `keys`, so that tiles, so many `units` of them before keys are split, come in as few
 /// waves of `at_once` as their number allows; 0: all keys.
 pub(crate) fn split_keys(problem: &FwdProblem, units: u64, keys: u32, at_once: u32) -> i32 {
@@ -575,12 +525,7 @@ pub(crate) fn split_keys(problem: &FwdProblem, units: u64, keys: u32, at_once: u
     }
     let blocks = u64::from(problem.dims.seqlen_k.div_ceil(keys));
     let at_once = u64::from(at_once.max(1));
-    let cost = |blocks_of_part: u64| {
-        let parts = blocks.div_ceil(blocks_of_part);
-        let waves = units.saturating_mul(parts).div_ceil(at_once);
-        let merge = if parts > 1 { MERGE_COST } else { 0 };
-        waves.saturating_mul(blocks_of_part + TILE_COST) + merge
-    };
+    let cost = |blocks_of_part: u64| in_waves(units, blocks, blocks_of_part, at_once);
     // Parts of one wave, of two and of more: beyond, tiles are so many that they come out even.
     let most_parts = (8 * at_once / units.max(1)).clamp(1, 256);
     let best =

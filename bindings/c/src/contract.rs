@@ -442,3 +442,37 @@ fn every_field_of_a_conversion_can_be_set_from_c() {
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");
     assert!(seen.0.len() > 15, "{:#?}", seen.0.keys());
 }
+
+#[test]
+fn an_error_about_a_conversion_names_the_field_of_c() {
+    let of = |n: i64| FmhaStrides { batch_stride: n, seqlen_stride: n, head_stride: n, dim_stride: n };
+    let base = with!(
+        new!(FmhaQuantizeProblem),
+        batch = 1,
+        seqlen = 1,
+        num_heads = 1,
+        dim = 1,
+        x = of(1),
+        elements = of(1),
+        scales = of(1),
+        dtype = FMHA_F32,
+        format = FMHA_NVFP4
+    );
+    let too_many = i64::from(u32::MAX);
+    for (given, starts) in [
+        (with!(base, batch = too_many), "batch 4294967295 is larger"),
+        (with!(base, seqlen = too_many), "seqlen 4294967295 is larger"),
+        (with!(base, num_heads = too_many), "num_heads 4294967295 is larger"),
+        (with!(base, dim = too_many), "dim 4294967295 is not in"),
+        (with!(base, pairs_of_rows = 1), "pairs_of_rows 1 beside axis Dim"),
+        (
+            with!(base, format = FMHA_MXFP8_E4M3, scale_of_tensor = crate::FMHA_SCALE_WRITTEN),
+            "scale_of_tensor 2 beside format mxfp8_e4m3",
+        ),
+    ] {
+        let error = crate::quantize::problem(&given).unwrap().validate().unwrap_err();
+        let error = crate::quantize::in_c(error, &given);
+        assert!(error.text.starts_with(starts), "{error}");
+        assert!(starts.starts_with(error.field), "{error:?}");
+    }
+}

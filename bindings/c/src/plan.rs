@@ -143,7 +143,8 @@ impl FmhaPlan {
     /// # Errors
     /// As [`Self::new`].
     pub fn quantize(device: &Device, problem: &FmhaQuantizeProblem, choice: &Choice) -> Result<Self, Error> {
-        let plan = device.plan_quantize(&quantize::problem(problem)?.validate()?, &choice.plan)?;
+        let valid = quantize::problem(problem)?.validate().map_err(|error| quantize::in_c(error, problem))?;
+        let plan = device.plan_quantize(&valid, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
         Self::with(device, Planned::Quantize(plan), (scratch, choice.caller_workspace), text)
     }

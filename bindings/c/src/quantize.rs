@@ -39,6 +39,20 @@ pub(crate) fn problem(given: &FmhaQuantizeProblem) -> Result<QuantizeProblem, Pr
         .strides_scales(strides(&given.scales)))
 }
 
+/// Core's error about a conversion, with the name and the number of the C field.
+pub(crate) fn in_c(error: ProblemError, given: &FmhaQuantizeProblem) -> ProblemError {
+    let (field, number) = match error.field {
+        "seq" => ("seqlen", given.seqlen),
+        "head" => ("num_heads", given.num_heads),
+        "pairs" => ("pairs_of_rows", given.pairs_of_rows.into()),
+        "tensor_scale" => ("scale_of_tensor", given.scale_of_tensor.into()),
+        _ => return error,
+    };
+    // Core's sentence begins with its own name and value.
+    let rest = error.text.splitn(3, ' ').nth(2).unwrap_or_default();
+    ProblemError::new(field, format!("{field} {number} {rest}"))
+}
+
 impl Memory {
     /// The operands of a run of a conversion, without its scratch.
     ///

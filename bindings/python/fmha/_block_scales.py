@@ -60,8 +60,8 @@ class BlockScales:
         wanted = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
         of = given if wanted else (None,) * 3
         (q, of_q, by_q), (k, of_k, by_k), (v, of_v, by_v) = (
-            _scales.quantize(x, format, axis, None, columns)
-            for x, axis, columns in ((q, -1, False), (k, -1, False), (v, -3, v_columns))
+            _scales.quantize(x, format, axis, None, columns, field)
+            for field, x, axis, columns in (("q", q, -1, False), ("k", k, -1, False), ("v", v, -3, v_columns))
         )
         if _scales.known(format).elems_per_byte == 1:
             return q, k, v, cls(of_q, of_k, of_v, format, of=of)

@@ -170,18 +170,22 @@ _SCALE_ONE, _SCALE_GIVEN, _SCALE_WRITTEN = 0, 1, 2
 
 
 def quantize(
-    x: Any, name: str, axis: int, descale: Optional[torch.Tensor], by_columns: bool = False
+    x: Any, name: str, axis: int, descale: Optional[torch.Tensor], by_columns: bool = False, field: str = "x"
 ) -> Tuple[Any, Any, torch.Tensor]:
     """Elements, scales by blocks along an axis, and the tensor's own scale, f32 ``[1]``: the library's conversion, on
-    the tensor's device. ``by_columns``: rows lie one after another, and those of NVFP4 share bytes."""
+    the tensor's device. ``by_columns``: rows lie one after another, and those of NVFP4 share bytes. ``field``: what an
+    error calls the tensor."""
     form = known(name)
     _torch.refuse_tracers("quantize: conversions are")
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() not in (3, 4):
-        raise TypeError(f"quantize: {type(x).__name__} is no floating tensor of 3 or 4 axes")
-    if form.elems_per_byte == 2 and x.shape[-1] % 2 and not by_columns:
-        raise ValueError(f"quantize: a head dimension of {x.shape[-1]} is no number of pairs")
-    if form.elems_per_byte == 2 and by_columns and x.shape[-3] % 2:
-        raise ValueError(f"quantize: a number of keys of {x.shape[-3]} is no number of pairs")
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{field}: {type(x).__name__} is no tensor of torch's")
+    if not x.is_floating_point():
+        raise TypeError(f"{field}: {x.dtype} is no floating type")
+    if x.dim() not in (3, 4):
+        raise ValueError(f"{field} has {x.dim()} axes of shape {tuple(x.shape)}, not 3 or 4")
+    paired = -3 if by_columns else -1
+    if form.elems_per_byte == 2 and x.shape[paired] % 2:
+        raise ValueError(f"{field}.shape[{paired}] {x.shape[paired]} is odd, and two elements of {name} share a byte")
     with torch.no_grad():
         x = _torch.resolved(x.detach())
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -227,17 +231,17 @@ def quantize(
             call.scale_of_tensor = _SCALE_WRITTEN
             of_tensor = torch.empty(1, dtype=torch.float32, device=x.device)
             call.written_scale = of_tensor.data_ptr()
-        _run(call, x.device)
+        _run(call, x.device, field)
         if x.dim() == 3:
             elements, scales = elements[0], scales[0]
         return elements, scales, of_tensor
 
 
-def _run(call: Quantize, device: torch.device) -> None:
+def _run(call: Quantize, device: torch.device, field: str) -> None:
     """Queues a conversion on the device's current stream."""
     kind = {"cpu": 0, "cuda": 2 if torch.version.hip else 1}.get(device.type)
     if kind is None:
-        raise ValueError(f"quantize: the tensor is on {device}, neither the CPU nor a GPU")
+        raise ValueError(f"{field} is on {device}, neither the CPU nor a GPU")
     call.device_kind, call.device_index = kind, device.index or 0
     with torch.cuda.device(device) if kind else contextlib.nullcontext():
         call.stream = torch.cuda.current_stream(device).cuda_stream if kind else 0

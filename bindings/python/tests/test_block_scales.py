@@ -281,3 +281,17 @@ def test_what_does_not_go_with_scales_by_blocks_is_named():
     ]:
         with pytest.raises(error, match=text):
             call()
+
+
+def test_an_error_of_a_conversion_names_the_tensor_and_its_number():
+    x = torch.zeros(1, 8, 2, 32)
+    convert = fmha.BlockScales.quantize
+    for error, text, call in [
+        (TypeError, "^q: str is no tensor", lambda: convert("q", x, x, "nvfp4")),
+        (TypeError, "^k: torch.int32 is no floating type", lambda: convert(x, x.int(), x, "nvfp4")),
+        (ValueError, r"^v has 2 axes of shape \(2, 32\)", lambda: convert(x, x, x[0, 0], "nvfp4")),
+        (ValueError, r"^k.shape\[-1\] 31 is odd", lambda: convert(x, x[..., 1:], x, "nvfp4")),
+        (ValueError, r"^v.shape\[-3\] 7 is odd", lambda: convert(x, x, x[:, 1:], "nvfp4", v_columns=True)),
+    ]:
+        with pytest.raises(error, match=text):
+            call()

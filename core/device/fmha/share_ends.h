@@ -1,4 +1,4 @@
-// Split-KV in equal shares: where each stretch of all sequences' blocks of keys begins.
+// Split-KV in equal shares: where each stretch of all sequences' blocks of keys begins, and its part of a tile.
 #pragma once
 #include <fmha/portable.h>
 
@@ -21,5 +21,12 @@ struct Shares {
     return block < of_longer ? block / (each + 1) : longer + (block - of_longer) / max(each, 1);
   }
 };
+
+// Number of the part that a stretch has of a tile, one of the `tiles` of sequence `i_batch`: part n of a tile is that
+// of stretch s and sequence b with s + b = n, and the n-th parts of all tiles lie side by side.
+template <class Number = int32_t>
+FMHA_DEVICE Number part_of_tile(int32_t stretch, int32_t i_batch, int32_t tiles, int32_t tile) {
+  return Number(stretch + i_batch) * tiles + tile;
+}
 
 }  // namespace fmha

@@ -145,8 +145,9 @@ impl QuantizeProblem {
         ensure!(
             self.pairs == BlockAxis::Dim || self.axis == BlockAxis::Rows,
             "pairs",
-            "pairs of rows beside blocks of {} elements of a row: Q and K have pairs along their rows",
-            format.block_size()
+            "pairs {:?} beside axis {:?}: Q and K have pairs along their rows",
+            self.pairs,
+            self.axis
         );
         ensure!(
             format == BlockFormat::Nvfp4 || self.tensor_scale == TensorScale::One,
@@ -231,7 +232,7 @@ mod tests {
             (with(|it| it.shape.dim = 0), "dim", "dim 0 is not in 1..="),
             (with(|it| it.shape.seq = u32::MAX), "seq", "seq 4294967295 is larger"),
             (with(|it| it.dtype = DType::E4m3Fn), "dtype", "dtype e4m3fn"),
-            (with(|it| it.pairs = BlockAxis::Rows), "pairs", "blocks of 16 elements"),
+            (with(|it| it.pairs = BlockAxis::Rows), "pairs", "pairs Rows beside axis Dim"),
             (
                 with(|it| it.format = BlockFormat::Mxfp8E4m3),
                 "tensor_scale",

@@ -133,12 +133,14 @@ FMHA_DEVICE void find_in_shares(const KvParts& parts, MergedRow& merged) {
   const int64_t rows = int64_t(parts.heads) * parts.num_rows;  // of a part
   merged.num_parts = max(stretches.owner(end - 1) - owner + 1, 1);
   merged.part_rows = rows * parts.tiles;
-  merged.row = (int64_t(owner + merged.span.i_batch) * parts.tiles + of_sequence) * rows + in_tile * parts.num_rows + merged.i;
+  const int64_t part = part_of_tile<int64_t>(owner, merged.span.i_batch, parts.tiles, of_sequence);
+  merged.row = part * rows + in_tile * parts.num_rows + merged.i;
 }
 
 // O of the parts `first`, `first + step`, ... times their weights.
 template <int32_t dim>
-FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_t first, int32_t step, RowPart<dim>& o) {
+FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_t first, int32_t step,
+                           RowPart<dim>& o) {
   constexpr int32_t under_way = kUnderWay<dim>;
 #pragma unroll 1
   for (int32_t begin = first; begin < merged.num_parts; begin += under_way * step) {
@@ -169,7 +171,8 @@ FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_
 // Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: it was
 // launched to start while the parts' grid ends. `in_shares`: parts end where CTAs' shares do. `keys`: those that a
 // row that is computed again sees.
-template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, bool in_shares, class Keys = EveryKey>
+template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, bool in_shares,
+          class Keys = EveryKey>
 FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& keys_of_row = {}) {
   constexpr int32_t dim = spec.head_dim_v, rows = threads / kWarp / warps;
   using Part = RowPart<dim>;
@@ -215,7 +218,8 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
       }
       weigh<spec, are_of_token<Keys>()>(p, parts, merged);
       // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs beside others.
-      again = live && (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
+      again = live && (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() &&
+              fabsf(merged.top * kLog2E) >= kLargestShift;
       if (!again) add_parts<dim>(parts, merged, of_row, warps, o);
     }
     if constexpr (warps > 1) {

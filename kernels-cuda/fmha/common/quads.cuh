@@ -12,6 +12,19 @@ FMHA_DEVICE float quad_reduce(float x, Op op) {
   return op(x, ptx::shfl_xor(x, 2));
 }
 
+// Lanes 2l and 2l + 1 hold words of two column groups, two of each; afterwards the even lane has all four words of the
+// first group and the odd lane those of the second, in the order of lanes.
+template <class Word>
+FMHA_DEVICE void exchange_halves(Word (&w)[4]) {
+  const bool odd = threadIdx.x & 1;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const Word own = odd ? w[2 + k] : w[k], received = ptx::shfl_xor(odd ? w[k] : w[2 + k], 1);
+    w[k] = odd ? received : own;
+    w[2 + k] = odd ? own : received;
+  }
+}
+
 // Four lanes hold 8-column groups c..c+3 of a row, two columns of each; afterwards lane l holds all
 // of group c + l: a 4x4 transpose of words in two exchanges.
 FMHA_DEVICE void quad_transpose(uint32_t (&w)[4]) {

@@ -9,9 +9,9 @@
 //   stretch  0           |1          |2          |3          |4
 //   parts    0           |1       |2  |3  |4  |5 |6          |7        | ...
 //
-// A part is what a CTA walks of a tile: it ends where the stretch ends or the sequence does, so part n of a tile is
-// that of stretch s and sequence b with s + b = n. Nothing is looked up for that but where a sequence begins in the
-// row, which the last CTA leaves for the merge (`kSharesHeader` words, then a word a sequence and one more).
+// A part is what a CTA walks of a tile: it ends where the stretch ends or the sequence does, and its number follows
+// from both (`part_of_tile`). Nothing is looked up for that but where a sequence begins in the row, which the last CTA
+// leaves for the merge (`kSharesHeader` words, then a word a sequence and one more).
 #pragma once
 #include <fmha/share_ends.h>
 #include <fmha/common/work.cuh>
@@ -157,7 +157,7 @@ struct Share {
     const int32_t head = in_sequence / schedule.num_m_blocks, i_m = in_sequence - head * schedule.num_m_blocks;
     const Range keys = {(blocks.first + at - begin) * tile.block_n, (blocks.first + upper - begin) * tile.block_n};
     Work work = resolve_rows<spec, tile>(p, {i_batch, head, i_m}, keys);
-    work.part = (stretch + i_batch) * tiles_of_sequence + in_sequence;
+    work.part = part_of_tile(stretch, i_batch, tiles_of_sequence, in_sequence);
     at = upper;
     return work;
   }

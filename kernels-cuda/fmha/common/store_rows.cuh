@@ -35,13 +35,8 @@ FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int 
     if constexpr (turned) {
       // Even lanes take the first 16 of 32 columns and odd lanes the last 16; each receives its missing half from its
       // neighbour.
-      const bool odd = quad_lane & 1;
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t received = ptx::shfl_xor(odd ? words[k] : words[2 + k], 1);
-        (odd ? words[k] : words[2 + k]) = received;
-      }
-      column = 8 * c + (odd ? 16 : 0) + 4 * (quad_lane & 2);
+      exchange_halves(words);
+      column = 8 * c + 16 * (quad_lane & 1) + 4 * (quad_lane & 2);
     } else {
       quad_transpose(words);
       column = 8 * (c + quad_lane);

@@ -35,6 +35,13 @@ pub struct Sm100 {
     own: Workspace,
 }
 
+impl Sm100 {
+    /// Whether parts of the keys end at fixed numbers, wherever a mask begins.
+    pub(crate) fn has_fixed_parts(&self) -> bool {
+        self.tile.fixed_parts
+    }
+}
+
 impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
     type Tile = Sm100Tile;
 

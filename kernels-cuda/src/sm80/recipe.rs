@@ -34,6 +34,13 @@ const UPDATE_NAME: &str = "sm80_update";
 /// The name of the kernel that writes dropout's keep mask.
 const KEEP_MASK_NAME: &str = "sm80_keep_mask";
 
+impl Sm80 {
+    /// Whether parts of the keys end at fixed numbers, wherever a mask begins.
+    pub(crate) fn has_fixed_parts(&self) -> bool {
+        self.tile.fixed_parts
+    }
+}
+
 impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     type Tile = Sm80Tile;
 

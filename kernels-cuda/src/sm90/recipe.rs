@@ -223,6 +223,13 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Priced {
 /// A tile, and the shapes and orders among which it was chosen, if they have prices.
 pub(crate) type Priced = (Sm90Tile, Candidates<(i32, i32)>, Candidates<TileOrder>);
 
+impl Sm90 {
+    /// Whether parts of the keys end at fixed numbers, wherever a mask begins.
+    pub(crate) fn has_fixed_parts(&self) -> bool {
+        self.tile.fixed_parts || self.tile.fold_keys > 0
+    }
+}
+
 impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
     type Tile = Priced;
 

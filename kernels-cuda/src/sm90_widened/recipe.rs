@@ -41,6 +41,9 @@ pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal>;
+
+    /// Whether its parts of the keys begin and end where no mask says, so that it reads blocks that no row sees.
+    fn has_fixed_parts(&self) -> bool;
 }
 
 impl<V: Nvidia> Reader<V> for Sm90 {
@@ -56,6 +59,10 @@ impl<V: Nvidia> Reader<V> for Sm90 {
         let fit = |fields: &TileOptions| sm90::recipe::fit_like(like, problem, facts, options, fields);
         <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
     }
+
+    fn has_fixed_parts(&self) -> bool {
+        Self::has_fixed_parts(self)
+    }
 }
 
 impl<V: Nvidia> Reader<V> for Sm100 {
@@ -70,6 +77,10 @@ impl<V: Nvidia> Reader<V> for Sm100 {
     ) -> Result<Choice<Self>, Refusal> {
         let fit = |fields: &TileOptions| sm100::recipe::fit_like(like, problem, facts, options, fields);
         <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
+    }
+
+    fn has_fixed_parts(&self) -> bool {
+        Self::has_fixed_parts(self)
     }
 }
 
@@ -87,6 +98,10 @@ impl<V: Nvidia> Reader<V> for Sm100Mla {
         let fit = |fields: &TileOptions| sm100_mla::recipe::fit_like(like, problem, facts, options, fields);
         <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
     }
+
+    fn has_fixed_parts(&self) -> bool {
+        false
+    }
 }
 
 impl<V: Nvidia> Reader<V> for Sm80 {
@@ -101,6 +116,10 @@ impl<V: Nvidia> Reader<V> for Sm80 {
     ) -> Result<Choice<Self>, Refusal> {
         let fit = |fields: &TileOptions| sm80::recipe::fit_like(like, problem, facts, options, fields);
         <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
+    }
+
+    fn has_fixed_parts(&self) -> bool {
+        Self::has_fixed_parts(self)
     }
 }
 
@@ -173,9 +192,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         if let Some(append) = problem.cache.append.filter(|_| problem.cache.scales.is_none()) {
             return Err(refuse(format!("append of seqlen_new {} is not taken", append.seqlen_new)));
         }
-        let fixed_parts = options.batch_invariant
-            || options.row_invariant
-            || options.tile.iter().any(|(field, _)| field == "fixed_parts");
+        let fixed_parts = options.batch_invariant || options.row_invariant || choice.kernel.has_fixed_parts();
         let converted = if fixed_parts { text::Converted::All } else { text::Converted::Seen };
         let places = Places::new(problem, choice.workspace, converted).map_err(refuse)?;
         // A quantised cache must be bit-equal to the 16-bit cache, whatever the price: the reader computes it if it

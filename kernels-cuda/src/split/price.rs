@@ -3,6 +3,9 @@
 //! A price is a time in microseconds on an H200: a launch; then the time of the multiprocessor with the most keys,
 //! or that in which memory delivers all keys, whichever is longer; and the merge of parts. `rates.tsv` has the
 //! constants, which `cargo run --release -p fmha-kernels-cuda --example rates` fits to `measured.tsv`.
+//!
+//! Latent attention, whose CTAs have a multiprocessor each, is priced in units of a block of keys ([`in_waves`],
+//! [`PriceOfUnlike`]).
 
 use std::sync::LazyLock;
 
@@ -342,5 +345,64 @@ impl Work {
         let begins = (1.0 + self.tiles / count) * self.begin;
         let parts = (count.min(blocks) / self.tiles).max(1.0) + 1.0;
         (parts, rounds * keys * self.key_of(at_once) + begins + self.scan)
+    }
+}
+
+/// Cost of a tile besides its blocks, in units of a block: its start, the first block's latency, its results.
+const TILE_COST: u64 = 4;
+
+/// Cost of merging parts, in units of a block: it needs another launch.
+const MERGE_COST: u64 = 3;
+
+/// Cost of a part's O, written and read in f32, and of finding where a share begins, in units of a block.
+const COST_OF_O: u64 = 2;
+const COST_OF_SCAN: u64 = 3;
+
+/// Price in units of a block: tiles, `units` of them before keys are split, in parts of `blocks_of_part` of their
+/// `blocks` and in waves of `at_once`.
+pub(crate) fn in_waves(units: u64, blocks: u64, blocks_of_part: u64, at_once: u64) -> u64 {
+    let parts = blocks.div_ceil(blocks_of_part);
+    let waves = units.saturating_mul(parts).div_ceil(at_once);
+    let merge = if parts > 1 { MERGE_COST } else { 0 };
+    waves.saturating_mul(blocks_of_part + TILE_COST) + merge
+}
+
+/// Price of a call whose sequences may be unlike, in units of a block, by the most that their lengths may be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PriceOfUnlike {
+    /// Tiles before keys are split.
+    pub(crate) units: f64,
+    /// Blocks of the longest sequence.
+    pub(crate) longest: f64,
+    /// CTAs that run at once.
+    pub(crate) at_once: f64,
+}
+
+impl PriceOfUnlike {
+    /// Blocks of a mean sequence.
+    fn mean(self) -> f64 {
+        self.longest * CONSTANTS.common.mean
+    }
+
+    /// Tiles in so many parts: the longest part from the beginning, or behind all others.
+    fn walked(self, parts: f64) -> f64 {
+        let (items, longest) = (self.units * parts, self.longest / parts);
+        let all = (self.units * self.mean() + items * TILE_COST as f64) / self.at_once;
+        (longest + TILE_COST as f64).max(all + longest * (items / self.at_once).min(1.0))
+    }
+
+    pub(crate) fn whole(self) -> f64 {
+        self.walked(1.0)
+    }
+
+    pub(crate) fn parts(self, parts: f64) -> f64 {
+        self.walked(parts) + MERGE_COST as f64
+    }
+
+    /// Equal shares: a part ends where a share or a tile does, and its O in f32 is written and read again.
+    pub(crate) fn shares(self) -> f64 {
+        let parts = 1.0 + self.units / self.at_once;
+        let walked = (self.units * self.mean() / self.at_once).max(1.0).ceil();
+        walked + parts * (TILE_COST + COST_OF_O) as f64 + (MERGE_COST + COST_OF_SCAN) as f64
     }
 }

@@ -14,6 +14,7 @@
 //
 // Warpgroup 0 adds dK and warpgroup 1 dV; products of 64 columns run beneath the additions of the 64 before.
 #pragma once
+#include <fmha/common/quads.cuh>
 #include <fmha/ptx/bulk.cuh>
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/copy.cuh>
@@ -294,16 +295,14 @@ struct Token {
   // lanes exchange one of two 8-column groups, so that the four lanes of a key add to 64 bytes of its row at a time.
   template <int n>
   FMHA_DEVICE static void add(const mma::Accumulator<n>& x, float* const (&to)[2]) {
-    const bool odd = threadIdx.x & 1;
 #pragma unroll
     for (int e = 0; e < x.num_elems; e += 8) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int low = e + 2 * r, high = low + 4;
-        const float a = ptx::shfl_xor(odd ? x[low] : x[high], 1), b = ptx::shfl_xor(odd ? x[low + 1] : x[high + 1], 1);
-        const float own_a = odd ? x[high] : x[low], own_b = odd ? x[high + 1] : x[low + 1];
-        ptx::red_global_add_v4_f32_if(to[r] + x.column(e), odd ? a : own_a, odd ? b : own_b, odd ? own_a : a,
-                                      odd ? own_b : b, to[r] != nullptr);
+        float four[4] = {x[low], x[low + 1], x[high], x[high + 1]};
+        exchange_halves(four);
+        ptx::red_global_add_v4_f32_if(to[r] + x.column(e), four[0], four[1], four[2], four[3], to[r] != nullptr);
       }
     }
   }

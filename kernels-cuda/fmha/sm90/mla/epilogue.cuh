@@ -15,14 +15,13 @@ FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, b
   const bool odd = quad_lane & 1;
 #pragma unroll
   for (int e = 2 * r; e < Output::num_elems; e += 8) {
-    uint32_t own[2], sent[2];
+    uint32_t words[4];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const uint32_t first = bits_of(o[e + k] * factor), second = bits_of(o[e + 4 + k] * factor);
-      own[k] = odd ? second : first;
-      sent[k] = ptx::shfl_xor(odd ? first : second, 1);
+      words[k] = bits_of(o[e + k] * factor);
+      words[2 + k] = bits_of(o[e + 4 + k] * factor);
     }
-    const uint32_t words[4] = {odd ? sent[0] : own[0], odd ? sent[1] : own[1], odd ? own[0] : sent[0], odd ? own[1] : sent[1]};
+    exchange_halves(words);
     const int32_t column = 2 * e - 4 * r + (odd ? 8 : 0) + 2 * (quad_lane & 2);
     ptx::st_global_v4_b32_if(out + column, words, stored && column < columns);
   }

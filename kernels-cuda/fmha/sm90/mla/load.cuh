@@ -567,66 +567,19 @@ struct Loader {
   FMHA_DEVICE int32_t listed_at(int32_t place) const {
     return place < work.part_keys.begin || place >= work.end ? -1 : entry_at(keys.list, place);
   }
-  // The block table's entry of a key that is there, at a place.
   FMHA_DEVICE int32_t page_with(int32_t key, int32_t place) const {
-    if constexpr (tile.two_caches) {
-      if (keys.list.is_second(place)) {
-        const CacheKeys& second = keys.list.second;
-        const FwdParams& of = second.list.p;
-        if (keys.list.second_layout != KvKind::Paged || key < 0 || second.list.lists.addresses) return 0;
-        return of.block_table[work.span.i_batch * of.block_table_batch + key / of.page_size];
-      }
-    }
-    if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
-    return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
-  }
-  // Address of the row of a key of the second cache, in its K or V.
-  template <class Pointer>
-  FMHA_DEVICE Pointer second_row(const View& view, int32_t key, int32_t page) const {
-    const TokenList& list = keys.list.second.list;
-    const FwdParams& of = list.p;
-    const View& other = &view == &p.v ? of.v : of.k;
-    KvRow at;
-    if (keys.list.second_layout == KvKind::Paged) {
-      const int32_t of_address = key / of.page_size;
-      at = {list.lists.addresses ? of_address : clamp(page, 0, of.num_pages - 1), key - of_address * of.page_size};
-    } else {
-      at = {list.span.i_batch, list.span.k_row + key};
-    }
-    return static_cast<Pointer>(other.data) + row_offset(other, at, work.i_head_kv);
+    return fmha::page_with<spec.kv_layout>(keys.list, key, place);
   }
   // Address of the row of a key at a place, whose page the block table says; null: zeros.
   template <class Pointer>
   FMHA_DEVICE Pointer listed_row(const View& view, int32_t key, int32_t page, int32_t place) const {
-    if (key < 0) return nullptr;
-    if constexpr (tile.two_caches) {
-      if (keys.list.is_second(place)) return second_row<Pointer>(view, key, page);
-    }
-    KvRow at;
-    if constexpr (spec.kv_layout == KvKind::Paged) {
-      const int32_t of_address = key / p.page_size;
-      at = {keys.list.lists.addresses ? of_address : clamp(page, 0, p.num_pages - 1), key - of_address * p.page_size};
-    } else {
-      at = kv_row(p, spec.kv_layout, work.span, key);
-    }
-    return static_cast<Pointer>(view.data) + row_offset(view, at, work.i_head_kv);
+    return key < 0 ? nullptr : address_with<Pointer>(keys.list, spec.kv_layout, view, key, page, place);
   }
   // Addresses of the row of bytes of a key at a place; null: zeros.
   FMHA_DEVICE BytesOfRow listed_bytes(int32_t key, int32_t page, int32_t place) const {
     static_assert(spec.kv_layout == KvKind::Paged, "sm90_mla: rows of bytes lie in pages");
     if (key < 0) return {};
-    if constexpr (tile.two_caches) {
-      if (keys.list.is_second(place)) return bytes_in(keys.list.second.list, key, page);
-      return bytes_in(keys.list.first.list, key, page);
-    } else {
-      return bytes_in(keys.list, key, page);
-    }
-  }
-  FMHA_DEVICE static BytesOfRow bytes_in(const TokenList& list, int32_t key, int32_t page) {
-    const FwdParams& of = list.p;
-    const int32_t of_address = key / of.page_size;
-    const int32_t i_page = list.lists.addresses ? of_address : clamp(page, 0, of.num_pages - 1);
-    return list.template bytes_of<tile.row_bytes>({i_page, key - of_address * of.page_size});
+    return bytes_with<tile.row_bytes>(keys.list, key, page, place);
   }
   // Leaves out the last blocks two by two as long as no key is there, as at the end of a list that is not full.
   FMHA_DEVICE void leave_out_absent() {

@@ -3,6 +3,7 @@
 #pragma once
 #include <fmha/common/part_keys.cuh>
 #include <fmha/common/shares.cuh>
+#include <fmha/common/token_tile.cuh>
 #include <fmha/common/two_cache_keys.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
@@ -19,13 +20,6 @@ FMHA_DEVICE uint32_t phase_of(const Work& work, int32_t block) {
   return turn % 2;
 }
 
-// The blocks of a range of keys.
-FMHA_DEVICE void set_blocks(Work& work, const Range& keys) {
-  work.end = keys.end;
-  work.last_block = ceil_div(keys.end, kKeys) - 1;
-  work.num_blocks = keys.empty() ? 0 : work.last_block + 1 - keys.begin / kKeys;
-}
-
 // Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of
 // a cluster in shared memory: these walk the blocks that any of their rows sees.
 template <FwdSpec spec, Sm90MlaTile tile>
@@ -40,11 +34,7 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   const int32_t clusters = schedule.num_m_blocks / tile.cluster, i_cluster = i_m / tile.cluster;
   // Tiles that see most keys start first.
   const int32_t cluster_row = (spec.mask == MaskKind::Full ? i_cluster : clusters - 1 - i_cluster) * cluster_rows;
-  const int32_t sequence_and_head = in_parts ? heads_and_parts / schedule.num_parts : heads_and_parts;
-  work.part = heads_and_parts - sequence_and_head * (in_parts ? schedule.num_parts : 1);
-  const int32_t i_batch = sequence_and_head / p.num_heads_kv;
-  work.i_head_kv = sequence_and_head - i_batch * p.num_heads_kv;
-  work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+  set_head_and_part<spec, in_parts>(work, p, schedule, heads_and_parts);
   const int32_t seqlen_q = work.span.seqlen_q, seqlen_k = work.span.seqlen_k;
 
   work.first_row = cluster_row + rank_in<tile>() * kRows;
@@ -59,13 +49,14 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   work.part_keys = {0, seqlen_k};
   if constexpr (in_parts) {
     // The merge knows how many parts a sequence has: one without keys has the first.
-    const int32_t part_keys = keys_of_a_part(seqlen_k, schedule.num_parts, folded * kKeys), begin = work.part * part_keys;
+    const int32_t part_keys = keys_of_a_part(seqlen_k, schedule.num_parts, folded * kKeys);
+    const int32_t begin = work.part * part_keys;
     if (work.part > 0 && begin >= seqlen_k) work.has_rows = false;
     work.part_keys = {min(begin, seqlen_k), min(begin + part_keys, seqlen_k)};
     const int32_t own_keys = part_keys / folded, own = begin + at % folded * own_keys;
     keys = {max(keys.begin, min(own, seqlen_k)), min(keys.end, min(own + own_keys, seqlen_k))};
   }
-  set_blocks(work, keys);
+  set_blocks<kKeys>(work, keys);
   return work;
 }
 
@@ -97,7 +88,7 @@ FMHA_DEVICE void take_part(const FwdParams& p, const MlaSchedule& schedule, Part
   const int32_t first = blocks.first + left.skipped, count = min(blocks.count - left.skipped, left.num_blocks);
   left = {i_batch + 1, 0, left.num_blocks - count};
   const int32_t stretch = blockIdx.x / tiles, in_sequence = blockIdx.x - stretch * tiles;
-  work.part = (stretch + i_batch) * tiles + in_sequence;
+  work.part = part_of_tile(stretch, i_batch, tiles, in_sequence);
   work.i_head_kv = in_sequence / schedule.num_m_blocks;
   work.first_row = (in_sequence - work.i_head_kv * schedule.num_m_blocks) * kRows;
   work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
@@ -110,7 +101,7 @@ FMHA_DEVICE void take_part(const FwdParams& p, const MlaSchedule& schedule, Part
   const Range own = {first * kKeys, (first + count) * kKeys};
   const Range seen = k_range(work.band, {Work::query_of(p, work.first_row), Work::query_of(p, last_row) + 1}, seqlen_k);
   work.part_keys = {min(own.begin, seqlen_k), min(own.end, seqlen_k)};
-  set_blocks(work, {max(seen.begin, own.begin), min(seen.end, own.end)});
+  set_blocks<kKeys>(work, {max(seen.begin, own.begin), min(seen.end, own.end)});
 }
 
 // The keys of the token whose heads are a CTA's rows.
@@ -125,33 +116,11 @@ FMHA_DEVICE KeysOfToken<TwoCaches, row_bytes> keys_of_token(const FwdParams& p, 
   return {TwoCaches::of(p, caches, spec.q_layout, work.span, work.end_query - 1, work.i_head_kv)};
 }
 
-// Tiles of a token lie side by side, so that their gathers meet in the L2. Every part of every token is a tile, one
-// without keys too: the merge reads all of them.
+// Work of a tile over a token's keys.
 template <FwdSpec spec, Sm90MlaTile tile, class Lists>
 FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, const Lists& lists, int32_t index) {
-  Work work;
-  const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
-  const int32_t sequence_and_head = heads_and_parts / schedule.num_parts;
-  work.part = heads_and_parts - sequence_and_head * schedule.num_parts;
-  const int32_t i_batch = sequence_and_head / p.num_heads_kv;
-  work.i_head_kv = sequence_and_head - i_batch * p.num_heads_kv;
-  work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
-
-  const int32_t blocks_of_token = ceil_div(p.gqa_ratio, kRows), i = i_m / blocks_of_token;
-  work.first_row = i * p.gqa_ratio + (i_m - i * blocks_of_token) * kRows;
-  work.end_query = i + 1;
-  work.has_rows = i < work.span.seqlen_q;
-  if (!work.has_rows) return work;
-  work.band = resolve_band(p.mask, work.span.seqlen_q, work.span.seqlen_k);
-  const int32_t count = keys_of_token<spec, tile.row_bytes>(p, lists, work).list.count();
-  work.part_keys = {0, count};
-  if constexpr (tile.split_keys > 0) {
-    const int32_t part_keys = keys_of_a_part(schedule.most_keys, schedule.num_parts, kKeys);
-    const int32_t begin = work.part * part_keys;
-    work.part_keys = {min(begin, count), min(begin + part_keys, count)};
-  }
-  set_blocks(work, work.part_keys);
-  return work;
+  const auto list_of = [&](const Work& work) { return keys_of_token<spec, tile.row_bytes>(p, lists, work).list; };
+  return work_of_token<spec, kRows, kKeys, (tile.split_keys > 0), Work>(p, schedule, index, 0, list_of);
 }
 
 }  // namespace fmha::mla
