@@ -562,10 +562,11 @@ def attention(
 
 
 def _attended(call: _Call, tensors: Any, operands: Operands, wants_grad: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, sink = tensors
     if not wants_grad:
-        return call.forward(*tensors, operands)
+        return call.forward(q, k, v, sink, operands)
     masks, captured = operands
-    return _Attention.apply(*tensors, call, masks, *captured)
+    return _Attention.apply(q, k, v, sink, call, masks, *captured)
 
 
 @torch.compiler.disable
