@@ -600,8 +600,8 @@ def flex_attention(
         key: ``[B, Hkv, own rows, E]``; ``value``: ``[B, Hkv, own rows, Ev]``.
         score_mod: as in :func:`fmha.flex.flex_attention`. What it captures is alike on every rank; the gradient of a
             captured tensor is that of all ranks' rows, with the same bits on each of them: nobody sums it again.
-        block_mask: of the whole, alike on every rank, of :func:`fmha.flex.create_block_mask` or torch's. Where ranks cut
-            its blocks, the mask's function reads its lists as a table: the meaning is the same.
+        block_mask: of the whole, alike on every rank, of :func:`fmha.flex.create_block_mask` or torch's. Where ranks
+            cut its blocks, the mask's function reads its lists as a table: the meaning is the same.
         scale, enable_gqa, kernel_options: as in :func:`fmha.flex.flex_attention`.
         return_lse: whether the LSE of this rank's queries comes too, f32 ``[B, Hq, own rows]``. Over ranks it has no
             gradient: backward through it raises.
@@ -704,7 +704,19 @@ def _forget(ours: _Joined) -> None:
 
 
 def _bind(
-    q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, return_lse=False, may_move=False, code=None, **given
+    q,
+    ours,
+    k,
+    v,
+    partition,
+    partition_k,
+    bias,
+    alibi_slopes,
+    sink,
+    return_lse=False,
+    may_move=False,
+    code=None,
+    **given,
 ):
     """The call, Q, K, V and the sinks as it takes them, its operands of masks and functions, and whether somebody wants
     a gradient of it. ``code`` makes the functions of the sides, where the door is another one's."""

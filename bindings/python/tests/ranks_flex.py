@@ -217,7 +217,7 @@ def refusals(size):
         ((x, None, x), {}, "key: NoneType is no tensor"),
         ((x, two, two), {}, "enable_gqa is False"),
         ((x, x, two), dict(enable_gqa=True), "value has 1 heads, but key 2"),
-        ((x, x, x), dict(block_mask=of_own, seqlen_q=rows, seqlen_k=rows), f"(8, 8), but query and key have ({rows}, {rows}) over all"),
+        ((x, x, x), dict(block_mask=of_own, seqlen_q=rows, seqlen_k=rows), f"(8, 8), but query and key have ({rows}, "),
         ((x, x, x), dict(block_mask=of_own), "own_rows_q 8 is not the"),
         ((x, x, x), dict(block_mask=heads), "block_mask has H 3"),
         ((x, x, x), dict(block_mask=torch.ones(8, 8)), "is no BlockMask"),

@@ -971,6 +971,7 @@ def test_no_keyword_of_jax_is_swallowed():
     cases["p_drop"] = [changes(0.4, seed=into(1)), refused(0.4, "seed")]
     cases["offset"] = [changes(3, 4, p_drop=0.4, seed=1), hint(3, "nothing is drawn without p_drop")]
     cases["small"] = [changes(("row_max",), ("head_max",)), refused(("sum",)), refused("row_max")]
+    cases["axis_name"] = refused("rows", "axis_name: 'rows' is no axis of a jax.shard_map")
     assert not faults(Door(fmha.jax.attention, {name: into(x) for name, x in qkv().items()}, cases))
 
 
