@@ -50,7 +50,9 @@ fn a_mask_of_a_file_and_functions_over_ranks_are_those_of_the_whole() {
         format!("-s 70 --mask {intervals} --ranks 3"),
         format!("-s 70 --mask {intervals} --ranks 2 --scheme ring --backward --sink"),
         format!("-s 70 --mask {pairs} --ranks 2 --scheme ulysses --backward"),
-        format!("-b 2 -s 70 --mask {pairs} --ranks 2 --scheme gather --score '0.5 * s + 0.1 * (k - q)' --backward"),
+        format!(
+            "-b 2 -s 70 --mask {pairs} --ranks 2 --scheme gather --score '0.5 * s + 0.1 * (k - q)' --backward"
+        ),
         format!("{packed} --mask {words} --ranks 3 --scheme gather --keep 'k <= q or k % 5 == 0'"),
         "-s 70 --score 'tanh(s / 3.0) * 3.0 + h' --keep 'q // 9 == k // 9' --ranks 4 --backward".to_owned(),
         format!("{packed} --score 's * 0.5 - b' --mask b --p-drop 0.2 --ranks 2 --scheme ring --backward"),
