@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use fmha::{Bias, BwdArgs, DevBuffer, Device, FwdArgs, MemorySpace, PlanOptions, Stream, Strides};
+use fmha::{Bias, BwdArgs, DevBuffer, Device, FwdArgs, MaskArgs, MemorySpace, PlanOptions, Stream, Strides};
 use fmha_conformance::tensor::{Operand, Operands};
 use fmha_dist::{
     BwdPlan, FwdPlan, Group, Links, MAX_RANKS, Nccl, Options, Partition, Problem, Rendezvous, Scheme, connect,
@@ -180,6 +180,8 @@ impl RankArgs {
         let [q, k, v] = [own(Operand::Q)?, own(Operand::K)?, own(Operand::V)?];
         let [q, k, v] = [q.slice(), k.slice(), v.slice()];
         let whole = |operand| operands.get(operand).map(|tensor| placed(device, tensor.elems())).transpose();
+        // A mask is of the whole's queries and keys, on every rank.
+        let masks_in_memory = [whole(Operand::Intervals)?, whole(Operand::MaskBits)?];
         let (slopes, sink) = (whole(Operand::AlibiSlopes)?, whole(Operand::Sink)?);
         let descales = [whole(Operand::DescaleQ)?, whole(Operand::DescaleK)?, whole(Operand::DescaleV)?];
         let [descale_q, descale_k, descale_v] =
@@ -191,6 +193,9 @@ impl RankArgs {
             .descale_k(descale_k)
             .descale_v(descale_v)
             .dropout(setup.dropout);
+        let masks = masks_in_memory.each_ref().map(|mask| mask.as_ref().map(DevBuffer::slice));
+        let [intervals, bits] = masks;
+        let masks = MaskArgs::default().intervals(intervals).bits(bits);
         let stream = device.default_stream();
         let write = |operand: Operand, buffer: &DevBuffer, count: usize| {
             let mut bytes = vec![0u8; count];
@@ -208,6 +213,7 @@ impl RankArgs {
                     let mut args = FwdArgs::new(q, k, v, o.slice_mut());
                     args.lse = Some(lse.slice_mut());
                     args.score = score;
+                    args.masks = masks;
                     plan.run(&mut args, &stream)
                 })?;
                 write(Operand::O, &o, bytes[0])?;
@@ -226,10 +232,8 @@ impl RankArgs {
                 let seconds = fastest(&*group, &stream, || {
                     let [dq, dk, dv] = grads.each_mut().map(DevBuffer::slice_mut);
                     let dsink = wanted.1.then(|| sinks.slice_mut());
-                    plan.run(
-                        &mut BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv]).dsink(dsink).score(score),
-                        &stream,
-                    )
+                    let args = BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv]).dsink(dsink);
+                    plan.run(&mut args.score(score).masks(masks), &stream)
                 })?;
                 for (operand, grad) in results.into_iter().zip(&grads) {
                     write(operand, grad, of(operand).len())?;

@@ -44,6 +44,8 @@ Examples:
       made-up data, written for another program
   fmha run -h 8 -s 1000 --mask b --ranks 4 --scheme ring
       over four processes of the CPU, each with its part of the rows; against one rank and f64
+  fmha run -s 1000 --mask seen.npy --score 's + 0.5*(k-q)' --ranks 2
+      a mask of a file and a function of your own, of the whole's queries and keys, over two ranks
 
 Composable Kernel's spelling is taken too: -h_k=4, -mask=b, -lse=1, -iperm=0; where its defaults
 are iperm = operm = 1, ours are b*s*h*d. `-h` is the number of heads; help is --help or -?.

@@ -237,7 +237,7 @@ fn scales_of_a_cache_by_rows_run_and_are_refused_by_what_does_not_go_with_them()
 }
 
 /// The command's words, where a quoted text is one word.
-fn quoted(line: &str) -> Ran {
+pub(crate) fn quoted(line: &str) -> Ran {
     let mut words: Vec<String> = vec![];
     for (at, part) in line.split('\'').enumerate() {
         match at % 2 {

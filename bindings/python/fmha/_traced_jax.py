@@ -89,6 +89,9 @@ _SAME = (
     "reshape",
     "broadcast_in_dim",
     "optimization_barrier",
+    # Inside shard_map: over which axes a value varies is no part of it.
+    "pvary",
+    "pcast",
 )
 #: Functions of JAX's own whose derivative is the one that their text has.
 _OF_JAX = ("relu", "relu6", "silu", "softplus", "logsumexp", "logaddexp", "gelu", "swish", "log_sigmoid")

@@ -17,12 +17,12 @@ import secrets
 import socket
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as _torch_dist
 
-from . import _c, _code, _native, _torch
+from . import _c, _code, _native, _torch, flex
 from ._arguments import by_causal, unknown, wants_rows
 from ._mask import Mask
 from ._mask_data import AnyMask, is_object, split
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     #: Who has which rows: a name, or for each rank its runs ``[begin, end)``, ascending.
     Partition = Union[str, Sequence[Sequence[Tuple[int, int]]]]
 
-__all__ = ["attention", "explain", "leave", "rows", "shard"]
+__all__ = ["attention", "explain", "flex_attention", "leave", "rows", "shard"]
 
 _PARTITIONS = {"contiguous": 0, "zig_zag": 1, "replicated": 2}
 _RUNS = 3
@@ -245,6 +245,14 @@ class _Side:
     def key(self) -> Any:
         return self.kind, self.runs, self.own, self.seqlen, self.offsets
 
+    def begins(self, ours: _Joined) -> List[int]:
+        """Where the runs of all ranks begin, of rows that are not packed."""
+        if self.kind == _RUNS:
+            return [begin for _, begin, end in self.runs if begin < end]
+        name = next(name for name, kind in _PARTITIONS.items() if kind == self.kind)
+        of_ranks = (_rows(self.seqlen, rank, ours.size, name) for rank in range(ours.size))
+        return [begin for runs in of_ranks for begin, end in runs if begin < end]
+
 
 def _strides(rows: int, heads: int, dim: int) -> _c.FmhaStrides:
     return _c.FmhaStrides(rows * heads * dim, heads * dim, dim, 1)
@@ -279,6 +287,8 @@ class _Call:
         self.softmax_scale, self.softcap, self.p_drop, self.seed, self.offset = numbers
         self.bias, self.alibi_slopes = modifiers
         self.options = options
+        #: Whether the LSE is a result whose gradient is refused by name; elsewhere it has none, as documented.
+        self.refuses_dlse = False
         self.heads = q.shape[-2], k.shape[-2]
         self.dims = q.shape[-1], v.shape[-1]
         self.device = q.device
@@ -436,13 +446,19 @@ class _Attention(torch.autograd.Function):
         o, lse = call.forward(q, k, v, sink, (masks, captured))
         ctx.save_for_backward(q, k, v, o, lse, sink, *masks, *captured)
         ctx.call, ctx.num_masks = call, len(masks)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(True)
+        if not call.refuses_dlse:
+            ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    def backward(ctx, dout, _dlse):
+    def backward(ctx, dout, dlse):
+        if dlse is not None and ctx.call.refuses_dlse:
+            error = NotImplementedError("lse: a gradient of it is wanted, which ranks do not compute: detach it")
+            _tell(ctx.call.ours, error)
+            raise error
         q, k, v, o, lse, sink, *rest = ctx.saved_tensors
+        dout = torch.zeros_like(o) if dout is None else dout
         operands = tuple(rest[: ctx.num_masks]), tuple(rest[ctx.num_masks :])
         wants_dsink = sink is not None and ctx.needs_input_grad[3]
         wanted = tuple(at for at, moves in enumerate(ctx.needs_input_grad[6:]) if moves)
@@ -541,12 +557,115 @@ def attention(
     _refuse_unknown(wrong)
     del wrong
     may_move = True
-    call, tensors, (masks, of_code), wants_grad = _bound(**locals())
-    if wants_grad:
-        o, lse = _Attention.apply(*tensors, call, masks, *of_code)
-    else:
-        o, lse = call.forward(*tensors, (masks, of_code))
+    o, lse = _attended(*_bound(**locals()))
     return (o, lse) if flag("return_lse", return_lse) else o
+
+
+def _attended(call: _Call, tensors: Any, operands: Operands, wants_grad: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, sink = tensors
+    if not wants_grad:
+        return call.forward(q, k, v, sink, operands)
+    masks, captured = operands
+    return _Attention.apply(q, k, v, sink, call, masks, *captured)
+
+
+@torch.compiler.disable
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Optional[flex.ScoreMod] = None,
+    block_mask: Optional[flex.BlockMask] = None,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Optional[Dict[str, Any]] = None,
+    *,
+    return_aux: Any = None,
+    group: Group = None,
+    seqlen_q: Optional[int] = None,
+    seqlen_k: Optional[int] = None,
+    partition: Partition = "zig_zag",
+    partition_k: Optional[Partition] = None,
+    scheme: Optional[str] = None,
+    **wrong: Any,
+) -> Any:
+    """:func:`fmha.flex.flex_attention` of the rows of this rank's queries over the keys of all ranks; differentiable.
+
+    All ranks call it, and then its backward, as they do :func:`attention`. Functions see sequences, heads and places of
+    the whole.
+
+    Args:
+        query: this rank's rows ``[B, Hq, own rows, E]``, as ``shard(whole, dim=2)`` gives them, any strides.
+        key: ``[B, Hkv, own rows, E]``; ``value``: ``[B, Hkv, own rows, Ev]``.
+        score_mod: as in :func:`fmha.flex.flex_attention`. What it captures is alike on every rank; the gradient of a
+            captured tensor is that of all ranks' rows, with the same bits on each of them: nobody sums it again.
+        block_mask: of the whole, alike on every rank, of :func:`fmha.flex.create_block_mask` or torch's. Where ranks
+            cut its blocks, the mask's function reads its lists as a table: the meaning is the same.
+        scale, enable_gqa, kernel_options: as in :func:`fmha.flex.flex_attention`.
+        return_lse: whether the LSE of this rank's queries comes too, f32 ``[B, Hq, own rows]``. Over ranks it has no
+            gradient: backward through it raises.
+        return_aux: torch's ``AuxRequest``, which may ask for ``lse`` alone.
+        group, partition, partition_k, scheme: as in :func:`attention`.
+        seqlen_q, seqlen_k: rows of the whole sequence; ``None``: those of ``block_mask``, or else as many as this rank
+            has, times the ranks.
+
+    Returns:
+        ``[B, Hq, own rows, Ev]``; with ``return_lse`` that and the LSE; with ``return_aux`` that and torch's
+        ``AuxOutput``.
+
+    Raises:
+        FmhaError: on every rank, as of :func:`attention`.
+        NotImplementedError: an operation that the language has not, by its name; ``max_scores``; a gradient of the LSE.
+        TypeError, ValueError: an argument of this rank, by its name.
+    """
+    if wrong:
+        raise unknown("flex_attention", wrong, inspect.signature(flex_attention).parameters)
+    given = dict(score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa)
+    given.update(return_lse=return_lse, kernel_options=kernel_options, return_aux=return_aux)
+    given.update(seqlens=(seqlen_q, seqlen_k), partition=partition, partition_k=partition_k, scheme=scheme)
+    q = _of("query", query, query)
+    made, aux = _told(q, group, "dist.flex_attention", lambda ours: _bind_flex(q, key, value, ours, **given))
+    o, lse = _attended(*made)
+    o = o.transpose(1, 2)
+    if aux is not None:
+        return o, flex.AuxOutput(lse=lse if aux.lse else None)
+    return (o, lse) if return_lse else o
+
+
+def _bind_flex(query, key, value, ours, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **more):
+    """As :func:`_bind`, of torch's arguments; and torch's request for more results."""
+    wants_lse = flag("return_lse", return_lse)
+    aux = flex.aux_of(more.pop("return_aux"), wants_lse)
+    if getattr(aux, "max_scores", False):
+        raise NotImplementedError("return_aux: max_scores True is of calls of one device: ranks give no such output")
+    flex.refuse_options(kernel_options)
+    for name, x in (("key", key), ("value", value)):
+        _of(name, x, query)
+    key, value = flex.checked(query, key, value, block_mask, enable_gqa)
+    of_mask = flex.lengths_of(block_mask) or (None, None)
+    seqlens = [of if given is None else given for given, of in zip(more.pop("seqlens"), of_mask)]
+    # Functions are traced when the sides are known: a mask is of the whole's lengths.
+    def code(sides: Tuple[_Side, _Side]) -> Optional[_code.Code]:
+        def cuts(rows: int, columns: int) -> bool:
+            if more["scheme"] == "ulysses":
+                return False
+            # Gathered keys are whole.
+            keys = [] if more["scheme"] == "gather" else sides[1].begins(ours)
+            return any(at % rows for at in sides[0].begins(ours)) or any(at % columns for at in keys)
+
+        whole = sides[0].seqlen, sides[1].seqlen
+        return flex.over_ranks(score_mod, block_mask, query, key, whole, cuts)
+
+    defaults = {name: x.default for name, x in inspect.signature(attention).parameters.items()}
+    asked = {name: x for name, x in defaults.items() if name not in ("q", "k", "v", "group", "wrong")}
+    asked.update(more, seqlen_q=seqlens[0], seqlen_k=seqlens[1], softmax_scale=scale)
+    # Programs that were written for torch's function have no such option.
+    asked.update(allow_fallback=True, return_lse=wants_lse, may_move=True, code=code)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    call, *made = _bind(q, ours, k, v, **asked)
+    call.refuses_dlse = wants_lse or bool(getattr(aux, "lse", False))
+    return (call, *made), aux
 
 
 def _refuse_unknown(wrong: Any) -> None:
@@ -555,16 +674,26 @@ def _refuse_unknown(wrong: Any) -> None:
 
 
 def _bound(q: Any, group: Any, **given: Any) -> Any:
-    """As :func:`_bind`; what is wrong here, the other ranks are told, who wait for this one."""
+    """As :func:`_bind`, for a call of :func:`attention`."""
+    return _told(_of("q", q, q), group, "dist.attention", lambda ours: _bind(q, ours, **given))
+
+
+def _told(q: torch.Tensor, group: Any, function: str, bind: Callable[[_Joined], Any]) -> Any:
+    """What ``bind`` makes of the ranks of a group; what is wrong here, the other ranks are told."""
     # All ranks trace alike: a tracer would follow the meeting of the ranks too.
-    refuse_tracers("dist.attention is")
-    ours = _ours(group, _of("q", q, q).device)
+    refuse_tracers(f"{function} is")
+    ours = _ours(group, q.device)
     try:
-        return _bind(q, ours, **given)
+        return bind(ours)
     except Exception as error:
-        _c.library.fmha_dist_fail(ours.handle, b"arguments", f"{type(error).__name__}: {error}".encode())
-        _forget(ours)
+        _tell(ours, error)
         raise
+
+
+def _tell(ours: _Joined, error: Exception) -> None:
+    """Tells the other ranks, who wait for this one, what is wrong here."""
+    _c.library.fmha_dist_fail(ours.handle, b"arguments", f"{type(error).__name__}: {error}".encode())
+    _forget(ours)
 
 
 def _forget(ours: _Joined) -> None:
@@ -574,9 +703,23 @@ def _forget(ours: _Joined) -> None:
             del kinds[device]
 
 
-def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, return_lse=False, may_move=False, **given):
+def _bind(
+    q,
+    ours,
+    k,
+    v,
+    partition,
+    partition_k,
+    bias,
+    alibi_slopes,
+    sink,
+    return_lse=False,
+    may_move=False,
+    code=None,
+    **given,
+):
     """The call, Q, K, V and the sinks as it takes them, its operands of masks and functions, and whether somebody wants
-    a gradient of it."""
+    a gradient of it. ``code`` makes the functions of the sides, where the door is another one's."""
     refuse_tangents(q, k, v, bias, alibi_slopes, sink)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _of(name, x, q)
@@ -619,7 +762,10 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
     band, masks = split(given["mask"])
     mask = by_causal(given["causal"], band)
     functions = given["score_code"], given["mask_code"]
-    code = _code.bind(_torch, *functions, given["captured"], device=q.device, masks=masks)
+    if code is None:
+        code = _code.bind(_torch, *functions, given["captured"], device=q.device, masks=masks)
+    else:
+        code = code(sides)
     whole = sides[0].batch, sides[0].seqlen, sides[0].total if q.dim() == 3 else None, sides[1].seqlen
     coded, operands = read(code, q, whole)
     refuse_tangents(**coded.named(operands[1]))

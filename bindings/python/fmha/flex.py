@@ -163,14 +163,10 @@ def flex_attention(
         TypeError: a Python ``if`` on a traced value.
         ValueError, RuntimeError: what is wrong with an argument, its name first; or why no kernel takes the call.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 4:
-            raise ValueError(f"{name}: {shown(tensor)} is no tensor of four axes [B, H, L, E]")
     wants_lse = flag("return_lse", return_lse)
-    aux = _aux(return_aux, wants_lse)
+    aux = aux_of(return_aux, wants_lse)
     refuse_options(kernel_options)
-    key, value = _batches(query, key, value, block_mask)
-    _check_heads(query, key, value, flag("enable_gqa", enable_gqa))
+    key, value = checked(query, key, value, block_mask, enable_gqa)
     bound = bind(softmax_scale=scale)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     code = code_of(score_mod, block_mask, (q, k, v), bound)
@@ -216,7 +212,19 @@ def _keeping(
     return tensors, (*numbers[:-1], numbers[-1] | _torch.KEEPS_LISTS)
 
 
-def _aux(return_aux: Any, wants_lse: bool) -> Any:
+def checked(
+    query: Any, key: Any, value: Any, block_mask: Optional[BlockMask], enable_gqa: Any
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """K and V with the batch of Q. Raises for tensors that do not go together, with their names and numbers."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 4:
+            raise ValueError(f"{name}: {shown(tensor)} is no tensor of four axes [B, H, L, E]")
+    key, value = _batches(query, key, value, block_mask)
+    _check_heads(query, key, value, flag("enable_gqa", enable_gqa))
+    return key, value
+
+
+def aux_of(return_aux: Any, wants_lse: bool) -> Any:
     if return_aux is None:
         return None
     if AuxRequest is None or not isinstance(return_aux, AuxRequest):
@@ -270,12 +278,7 @@ def code_of(
     code = _code.bind(_torch, score_mod, mask, None, names, query.device, lists)
     if block_mask is None or lists is None or code is None or not code.is_text() or _takes_lists(qkv, bound, code):
         return code
-    blocks, inner = _Blocks(block_mask), mask or noop_mask
-
-    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return blocks.seen(inner, b, h, q_idx, kv_idx)
-
-    return _code.bind(_torch, score_mod, in_blocks, None, names, query.device)
+    return _by_table(score_mod, block_mask, mask, names, query.device)
 
 
 #: What was traced of a function, and all that it was made of.
@@ -344,10 +347,63 @@ def _takes_lists(qkv: Tuple[torch.Tensor, ...], bound: Tuple[Tuple[Any, ...], An
     return found
 
 
+def over_ranks(
+    score_mod: Optional[ScoreMod],
+    block_mask: Optional[BlockMask],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    whole: Tuple[int, int],
+    cuts: Callable[[int, int], bool],
+) -> Optional[_code.Code]:
+    """The functions and lists of blocks of a call over ranks, as :func:`code_of` gives those of one device. Lists that
+    the ranks cut are a table that the mask's function reads.
+
+    Args:
+        query, key: this rank's ``[B, H, rows, E]``.
+        whole: queries and keys of all ranks.
+        cuts: of the rows and the columns of a block: whether some rank's rows begin inside one.
+    """
+    names = ("score_mod", "mask_mod")
+    mask, lists = mask_of(block_mask, query, key, whole)
+    if lists is None:
+        return _traced(score_mod, mask, names, query.device)
+    code = _code.bind(_torch, score_mod, mask, None, names, query.device, lists)
+    # Kernels of GPUs do not all have functions beside lists; they have functions that read a table.
+    is_data = query.device.type == "cpu" or code is None or not code.is_text()
+    if block_mask is None or is_data and not cuts(*block_mask.BLOCK_SIZE):
+        return code
+    return _by_table(score_mod, block_mask, mask, names, query.device)
+
+
+def _by_table(
+    score_mod: Optional[ScoreMod],
+    block_mask: BlockMask,
+    mask_mod: Optional[MaskMod],
+    names: Tuple[str, str],
+    device: torch.device,
+) -> Optional[_code.Code]:
+    """The functions of a call, of which the mask's reads the lists of blocks as a table."""
+    blocks, inner = _Blocks(block_mask), mask_mod or noop_mask
+
+    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return blocks.seen(inner, b, h, q_idx, kv_idx)
+
+    return _code.bind(_torch, score_mod, in_blocks, None, names, device)
+
+
+def lengths_of(block_mask: Any) -> Optional[Tuple[int, int]]:
+    """Queries and keys that a mask is of; ``None`` where it has none of its own."""
+    if not isinstance(block_mask, BlockMask) or min(block_mask.BLOCK_SIZE) >= _WHOLE:
+        return None
+    rows, columns = block_mask.seq_lengths
+    return int(rows), int(columns)
+
+
 def mask_of(
-    block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Tensor
+    block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Tensor, whole: Optional[Tuple[int, int]] = None
 ) -> Tuple[Optional[MaskMod], Optional[Masks]]:
-    """A mask's function, and its lists of blocks as data; ``None`` for either that it has not."""
+    """A mask's function, and its lists of blocks as data; ``None`` for either that it has not. ``whole``: queries and
+    keys of all ranks, where these are a rank's."""
     if block_mask is None:
         return None, None
     if not isinstance(block_mask, BlockMask):
@@ -364,10 +420,11 @@ def mask_of(
     rows, columns = block_mask.BLOCK_SIZE
     if rows >= _WHOLE and columns >= _WHOLE:
         return (None if mask_mod is noop_mask else mask_mod), None
-    wanted = (query.shape[-2], key.shape[-2])
+    wanted = (query.shape[-2], key.shape[-2]) if whole is None else whole
     if tuple(block_mask.seq_lengths) != wanted:
+        of_all = "" if whole is None else " over all ranks"
         raise ValueError(
-            f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, but query and key have {wanted}"
+            f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, but query and key have {wanted}{of_all}"
         )
     sizes = tuple(block_mask.shape[:-2])
     for name, size, whole in (("B", sizes[0], query.shape[0]), ("H", sizes[-1], query.shape[1])):

@@ -12,6 +12,8 @@ runs, as JAX raises what a call of XLA's returns, with the same words.
 What lengths leave out is zero here, in O, LSE and gradients alike: JAX's programs pad. ``vmap`` joins its axis to the
 batch where a call is dense, and runs one call after another where it is packed, paged or has dropout. A dense call is
 partitioned over devices by batch and by heads; the others are computed whole, unless ``jax.shard_map`` divides them.
+Rows that ``jit`` has on several devices are brought together by the compiler, and the result is that of one device.
+Inside ``jax.shard_map`` a call is of the device's own rows; with ``axis_name`` it is of the rows of all.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    FrozenSet,
     List,
     Literal,
     Mapping,
@@ -45,7 +48,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import _arguments, _code, _native
+from . import _arguments, _code, _native, _ranks_jax
 from ._mask_data import OUTPUTS as _SMALL, TENSORS as _MASK_TENSORS, split as _split
 from ._numbers import flag as _flag
 from ._trace import Code
@@ -355,7 +358,37 @@ def _operator(static: _Static) -> Callable[..., Tuple[Any, ...]]:
             out = jax.lax.map(one, mapped)
         return out, tuple(True for _ in out)
 
-    return operator
+    def call(*arrays: Any) -> Tuple[Any, ...]:
+        # Rules for vmap and the partitioner forget over which axes of a shard_map their results vary.
+        over = _manual_axes(arrays)
+        return _varying(operator(*_varying(arrays, over)), over)
+
+    return call
+
+
+def _manual_axes(arrays: Sequence[Any]) -> FrozenSet[str]:
+    """The axes of a ``shard_map`` around this call over which some array varies, as far as JAX follows them."""
+    return frozenset().union(*map(_varies_over, arrays))
+
+
+def _varies_over(x: Any) -> FrozenSet[str]:
+    kind = jax.typeof(x)
+    # Releases of JAX have two names for it.
+    if hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.manual_axis_type.varying)
+    return frozenset(getattr(kind, "vma", ()))
+
+
+def _varying(arrays: Sequence[Any], over: FrozenSet[str]) -> Tuple[Any, ...]:
+    """Arrays that all vary over these axes: the gradient of one that did not is then a sum over them."""
+
+    def varying(x: Any) -> Any:
+        lacking = tuple(sorted(over - _varies_over(x)))
+        if not lacking:
+            return x
+        return jax.lax.pcast(x, lacking, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, lacking)
+
+    return tuple(map(varying, arrays))
 
 
 def _folded(name: str, x: Any, batched: bool, axis_size: int, batch: int) -> Any:
@@ -430,6 +463,7 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    axis_name: Any = None,
     **options: Unpack[Options],
 ) -> jax.Array: ...
 @overload
@@ -442,6 +476,7 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    axis_name: Any = None,
     **options: Unpack[Options],
 ) -> Tuple[jax.Array, jax.Array]: ...
 @overload
@@ -455,6 +490,7 @@ def attention(
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
     small: Tuple[()] = (),
+    axis_name: Any = None,
     **options: Unpack[Options],
 ) -> Union[jax.Array, Tuple[jax.Array, jax.Array]]: ...
 @overload
@@ -468,6 +504,7 @@ def attention(
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
     small: Sequence[str],
+    axis_name: Any = None,
     **options: Unpack[Options],
 ) -> Tuple[Any, ...]: ...
 @_arguments.documented
@@ -481,6 +518,7 @@ def attention(
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
     small: Sequence[str] = (),
+    axis_name: Any = None,
     **options: Unpack[Options],
 ) -> Any:
     """As :func:`fmha.attention`, on JAX's arrays; differentiable in q, k, v, bias and sink, by O and by LSE.
@@ -500,6 +538,11 @@ def attention(
         small: names of small outputs, f32: ``"row_max"`` of LSE's shape, each row's greatest score, ``"head_max"``
             ``[num_heads_q]``, a head's greatest, ``"key_sum"`` ``[batch, num_heads_q, seqlen_k]``, each key's
             probabilities before dropout, summed over the queries. They have no gradient, and change no bit of O.
+        axis_name: an axis of the ``jax.shard_map`` around this call, over whose devices the rows of q, k and v are cut
+            in order, evenly. Each device computes its own rows against all keys, which are gathered. ``mask``, tensors
+            of masks and functions are of the whole's queries and keys; ``bias`` is this device's queries against all
+            keys. Gradients of K and V are summed over the devices in f32. Dropout, ALiBi, texts of functions, packed
+            and paged tensors are refused by name.
 
     Returns:
         O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are zero. Where ``small`` names
@@ -510,7 +553,14 @@ def attention(
         TypeError, ValueError: an argument that is no number, no array or no mask, by its name.
     """
     band, masks = _split(options.get("mask"))
-    tensors, numbers = _arguments.bind(**({**options, "mask": band} if masks is not None else options))
+    whole = None
+    if axis_name is not None:
+        q, k, v = (_array(name, x) for name, x in zip("qkv", (q, k, v)))
+        whole, k, v, rest, masks = _ranks_jax.gathered(axis_name, q, k, v, options, masks, band)
+        score_code = _ranks_jax.function_of(whole, "score_code", score_code, 3)
+        mask_code = _ranks_jax.function_of(whole, "mask_code", mask_code, 2)
+        band, options = None, rest  # type: ignore[assignment]
+    tensors, numbers = _arguments.bind(**{**options, "mask": band})
     if numbers[_AT["seed"]] is None:
         raise ValueError(f"seed: none is given beside p_drop {numbers[_AT['p_drop']]}, and a traced call draws none")
     given = [(name, x) for name, x in [*zip("qkv", (q, k, v)), *zip(_arguments.TENSORS, tensors)] if x is not None]
@@ -525,11 +575,11 @@ def attention(
     names, arrays = tuple(name for name, _ in given), [_array(name, x) for name, x in given]
     static = _Static(names, numbers, wants_lse, code=code, small=_wanted_small(small))
     _check(static, arrays)
-    out = _attention(static, *arrays)
+    out = _attention(static, *_varying(arrays, _manual_axes(arrays)))
     if not static.small:
         return (out[0], out[1]) if wants_lse else out[0]
-    values = map(jax.lax.stop_gradient, out[1 + wants_lse :])
-    return (*out[: 1 + wants_lse], dict(zip(static.small, values)))
+    values = dict(zip(static.small, map(jax.lax.stop_gradient, out[1 + wants_lse :])))
+    return (*out[: 1 + wants_lse], values if whole is None else _ranks_jax.small_of_all(whole, values))
 
 
 def _wanted_small(small: Sequence[str]) -> Tuple[str, ...]:

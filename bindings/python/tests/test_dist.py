@@ -1,4 +1,5 @@
-"""``fmha.dist``: ranks that are processes of the CPU, against one process; `ranks.py` and `ranks_masks.py` have the cases."""
+"""``fmha.dist``: ranks that are processes of the CPU, against one process; `ranks.py`, `ranks_masks.py` and
+`ranks_flex.py` have the cases."""
 
 import pathlib
 
@@ -22,6 +23,12 @@ def test_masks_and_functions_over_ranks_are_those_of_the_whole(size, tmp_path):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+@pytest.mark.parametrize("size", [2, 3])
+def test_flex_attention_over_ranks_is_that_of_the_whole(size, tmp_path):
+    run_python(str(HERE / "ranks_flex.py"), str(size), str(tmp_path))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
 def test_without_a_group_the_call_says_what_to_do():
     import fmha.dist
 
@@ -33,6 +40,10 @@ def test_without_a_group_the_call_says_what_to_do():
     for function in (fmha.dist.attention, fmha.dist.explain):
         with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'; here it is causal"):
             function(x, x, x, is_causal=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block_maks'; here it is block_mask"):
+        fmha.dist.flex_attention(x, x, x, block_maks=None)
+    with pytest.raises(TypeError, match="query: list is no tensor"):
+        fmha.dist.flex_attention([x], x, x)
     for name in fmha.dist.__all__:
         value = getattr(fmha.dist, name)
         assert value.__doc__ and "return" in value.__annotations__, name

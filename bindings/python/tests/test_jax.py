@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -373,6 +374,11 @@ each = jax.shard_map(lambda *x: fmha.jax.attention(*x), mesh=mesh, in_specs=P("d
 q, k, v = arrays()
 close(jax.jit(each)(q, k, v), fmha.jax.attention(q, k, v))
 """)
+
+
+def test_rows_over_devices_are_right_by_jit_and_by_a_named_axis():
+    """Four devices of the CPU; `ranks_jax.py` has the cases."""
+    run_python(str(pathlib.Path(__file__).parent / "ranks_jax.py"))
 
 
 def by_functions(q, k, v, score, mask):

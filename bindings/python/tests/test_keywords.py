@@ -971,6 +971,7 @@ def test_no_keyword_of_jax_is_swallowed():
     cases["p_drop"] = [changes(0.4, seed=into(1)), refused(0.4, "seed")]
     cases["offset"] = [changes(3, 4, p_drop=0.4, seed=1), hint(3, "nothing is drawn without p_drop")]
     cases["small"] = [changes(("row_max",), ("head_max",)), refused(("sum",)), refused("row_max")]
+    cases["axis_name"] = refused("rows", "axis_name: 'rows' is no axis of a jax.shard_map")
     assert not faults(Door(fmha.jax.attention, {name: into(x) for name, x in qkv().items()}, cases))
 
 
@@ -1161,17 +1162,20 @@ def test_no_keyword_over_ranks_is_swallowed():
             "dtype_o",
             "check_lengths",
         )
-        cases = dict(
-            own,
+        over_ranks = dict(
             group=hint(group, one),
-            causal=[changes(True), refused(True, mask="b:2,1")],
-            cu_seqlens_q=changes([0, 3, 14], [0, 11, 14], **rows, cu_seqlens_k=[0, 9, 22]),
-            cu_seqlens_k=changes([0, 9, 22], [0, 13, 22], **rows, cu_seqlens_q=[0, 3, 14]),
-            seqlen_q=refused(6, "not the 6 rows"),
-            seqlen_k=refused(10, "not the 10 rows"),
+            seqlen_q=refused(5, "not the 5 rows"),
+            seqlen_k=refused(9, "not the 9 rows"),
             partition=[hint("contiguous", one), refused("teleport")],
             partition_k=[hint("contiguous", one), refused("teleport", "partition")],
             scheme=[hint("ring", one), refused("teleport")],
+        )
+        cases = dict(
+            own,
+            **over_ranks,
+            causal=[changes(True), refused(True, mask="b:2,1")],
+            cu_seqlens_q=changes([0, 3, 14], [0, 11, 14], **rows, cu_seqlens_k=[0, 9, 22]),
+            cu_seqlens_k=changes([0, 9, 22], [0, 13, 22], **rows, cu_seqlens_q=[0, 3, 14]),
             p_drop=[changes(0.4, seed=1), refused(0.4, "seed")],
             offset=[changes(3, 4, p_drop=0.4, seed=1), hint(3, "nothing is drawn without p_drop")],
             **code_cases(),
@@ -1180,6 +1184,20 @@ def test_no_keyword_over_ranks_is_swallowed():
         few = torch.zeros(1, 1, 2, 6, dtype=torch.int32)
         cases["mask"] = [*cases["mask"], changes(fmha.Intervals(ends)), refused(fmha.Intervals(few))]
         assert not faults(Door(fmha.dist.attention, qkv(), cases))
+        window = flex.create_block_mask(lambda b, h, q, k: k - q < 3, None, None, 6, 10, device="cpu")
+        given = (torch.randn(2, heads, rows, 8) for heads, rows in ((4, 6), (2, 10), (2, 10)))
+        base = dict(zip(("query", "key", "value"), given), enable_gqa=True)
+        cases = dict(
+            score_mod=changes(lambda s, b, h, q, k: s * 0.5 + k),
+            block_mask=[changes(window), refused(torch.ones(6, 10))],
+            scale=[changes(0.1), refused("wide")],
+            enable_gqa=refused(False),
+            return_lse=changes(True),
+            kernel_options=refused({"BLOCK_M": 64}),
+            return_aux=[changes(flex.AuxRequest(lse=True)), refused(flex.AuxRequest(max_scores=True), "max_scores")],
+            **over_ranks,
+        )
+        assert not faults(Door(fmha.dist.flex_attention, base, cases))
         with pytest.raises(TypeError, match="teleport"):
             fmha.dist.explain(*tensors(), teleport=1)
         fmha.dist.leave()
