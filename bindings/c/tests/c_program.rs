@@ -300,10 +300,9 @@ fn cargo_c_installs_what_xtask_does() {
 /// The adapter of the comparison kit (`bench/ours.py`) and Python's calls over ranks spell the structs out again.
 #[test]
 fn what_python_spells_of_the_structs_has_the_headers_fields_in_their_order() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let header = std::fs::read_to_string(root.join("fmha.h")).unwrap();
-    let adapter = std::fs::read_to_string(root.join("../../bench/ours.py")).unwrap();
-    let ranks = std::fs::read_to_string(root.join("../python/fmha/_c.py")).unwrap();
+    let structs = structs();
+    let adapter = std::fs::read_to_string(source().join("../../bench/ours.py")).unwrap();
+    let ranks = std::fs::read_to_string(source().join("../python/fmha/_c.py")).unwrap();
     let both = ["FmhaStrides", "FmhaGradients", "FmhaProblem", "FmhaArgs", "FmhaOptions"];
     let ours = both.into_iter().chain(["FmhaCache", "FmhaPart", "FmhaLists"]);
     let python = both.into_iter().chain([
@@ -317,16 +316,12 @@ fn what_python_spells_of_the_structs_has_the_headers_fields_in_their_order() {
     ]);
     let all = ours.map(|name| (name, &adapter)).chain(python.map(|name| (name, &ranks)));
     for (name, adapter) in all {
-        let body =
-            header.split(&format!("typedef struct {name} {{")).nth(1).unwrap().split('}').next().unwrap();
-        let fields: Vec<&str> = body
-            .lines()
-            .filter(|line| !line.trim().starts_with("//"))
-            .filter_map(|line| line.trim().strip_suffix(';')?.rsplit([' ', '*']).next()?.split('[').next())
-            .collect();
+        let (_, fields) = structs.iter().find(|(of, _)| of == name).unwrap();
+        let fields: Vec<&str> = fields.iter().map(|(_, field)| &**field).collect();
         let class = adapter.split(&format!("class {name}(Structure):")).nth(1).unwrap();
         let class = class.split("\n\n").next().unwrap();
-        let quoted: Vec<&str> = class.split('"').skip(1).step_by(2).collect();
+        let quoted: Vec<&str> =
+            class.split('"').skip(1).step_by(2).flat_map(str::split_whitespace).collect();
         assert_eq!(quoted, fields, "{name}");
     }
 }
