@@ -36,6 +36,8 @@ typedef struct Field {
 
 #define FIELD(type, field, kind) {#field, offsetof(type, field), sizeof(((type *)0)->field), kind}
 #define STRIDES(type, field, kind) {#field, offsetof(type, field), sizeof(FmhaStrides), kind}
+// A struct with its size and nothing else.
+#define NEW(type, name) type name = {.struct_bytes = sizeof(type)}
 #define COUNT(fields) (sizeof(fields) / sizeof *(fields))
 
 // Tables of fields that are named as the header names them, and that are wrong as others of their type.
@@ -188,8 +190,7 @@ static FmhaStrides strides(int heads) {
 
 static FmhaProblem good(void) {
   static const float scale = 0.3f;
-  FmhaProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaProblem, problem);
   problem.batch = BATCH;
   problem.seqlen_q = problem.seqlen_k = ROWS;
   problem.num_heads_q = HEADS;
@@ -205,8 +206,7 @@ static FmhaProblem good(void) {
 }
 
 static FmhaArgs good_args(void) {
-  FmhaArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaArgs, args);
   args.q = q;
   args.k = k;
   args.v = v;
@@ -216,8 +216,7 @@ static FmhaArgs good_args(void) {
 }
 
 static FmhaGradients good_gradients(void) {
-  FmhaGradients gradients = {0};
-  gradients.struct_bytes = sizeof gradients;
+  NEW(FmhaGradients, gradients);
   gradients.dout = gradients.dq = strides(HEADS);
   gradients.dk = gradients.dv = strides(KV);
   gradients.dtype_grad = FMHA_F32;
@@ -360,8 +359,7 @@ static void scratch(void) {
   clear();
   refused(fmha_run(own, &brings), "workspace", "given");
   fmha_drop(own);
-  FmhaOptions options = {0};
-  options.struct_bytes = sizeof options;
+  NEW(FmhaOptions, options);
   options.caller_workspace = 1;
   CHECK(fmha_plan("cpu", &problem, &options, &shared) == 0, "a plan without scratch of its own is not planned");
   CHECK(fmha_plan_workspace_bytes(shared) == 0, "the CPU's plan wants scratch");
@@ -381,8 +379,7 @@ static void appended(void) {
   static const int32_t used[BATCH] = {OLD, 1};
   for (int i = 0; i < NEW_ELEMS; ++i) k_new[i] = v_new[i] = (float)(i % 5) + 1.0f;
   for (int i = 0; i < ROWS * DIM / 2; ++i) sines[i] = 1.0f;
-  FmhaCache cache = {0};
-  cache.struct_bytes = sizeof cache;
+  NEW(FmhaCache, cache);
   cache.seqlen_new = NEW;
   cache.k_new = cache.v_new = strides(KV);
   cache.k_new.batch_stride = cache.v_new.batch_stride = NEW * KV * DIM;
@@ -414,8 +411,7 @@ static void appended(void) {
 static void parts_of_a_whole(void) {
   enum { LAST = 2 };
   static float whole[Q_ELEMS];
-  FmhaPart part = {0};
-  part.struct_bytes = sizeof part;
+  NEW(FmhaPart, part);
   part.position_q = ROWS - LAST;
   part.seqlen_q = part.seqlen_k = ROWS;
   FmhaProblem problem = good();
@@ -450,8 +446,7 @@ static void lists_of_a_call(void) {
     indices[3 * i + 2] = ROWS;
   }
   for (int i = 0; i < BATCH; ++i) lengths[i] = 3;
-  FmhaLists lists = {0};
-  lists.struct_bytes = sizeof lists;
+  NEW(FmhaLists, lists);
   lists.topk = 3;
   lists.batch_stride = ROWS * KV * 3;
   lists.seqlen_stride = KV * 3;
@@ -488,19 +483,16 @@ static void second_of_a_call(void) {
   ran(&problem, &args, "causal");
   memcpy(whole, o, sizeof whole);
   for (int row = 0; row < ROWS; ++row) ends[1][row] = row + 1;
-  FmhaMasks masks = {0};
+  NEW(FmhaMasks, masks);
   FmhaStrides by_rows = {0, 1, 2 * ROWS, ROWS};
-  masks.struct_bytes = sizeof masks;
   masks.endpoints = 2;
   masks.intervals_heads = 1;
   masks.intervals = by_rows;
-  FmhaSecond second = {0};
-  second.struct_bytes = sizeof second;
+  NEW(FmhaSecond, second);
   second.seqlen_k = ROWS;
   second.k = second.v = strides(KV);
   second.masks = &masks;
-  FmhaSecondArgs second_args = {0};
-  second_args.struct_bytes = sizeof second_args;
+  NEW(FmhaSecondArgs, second_args);
   second_args.k = k;
   second_args.v = v;
   second_args.intervals = ends[0];
@@ -521,8 +513,7 @@ static void second_of_a_call(void) {
   FmhaPlan *none = NULL;
   masks.mask_bits_heads = 1;
   refused(fmha_plan("cpu", &problem, NULL, &none), "second.masks.mask_bits_heads", "intervals alone");
-  FmhaLists lists = {0};
-  lists.struct_bytes = sizeof lists;
+  NEW(FmhaLists, lists);
   lists.topk = 1;
   lists.batch_stride = ROWS * KV;
   lists.seqlen_stride = KV;
@@ -556,8 +547,7 @@ static void code_of_a_call(void) {
   captured.num_dims = 1;
   FmhaCapturedArgs captured_args = {0};
   captured_args.data = slopes;
-  FmhaCode code = {0};
-  code.struct_bytes = sizeof code;
+  NEW(FmhaCode, code);
   code.score = "slopes: f32[_]; s + slopes[h] * (k - q)";
   code.mask = "k - seqlen_k <= q - seqlen_q";
   code.captured = &captured;
@@ -636,8 +626,7 @@ static void masks_of_a_call(void) {
     words[row] = (2u << row) - 1;
     for (int i = 0; i < ROWS; ++i) indices[row][i] = i;
   }
-  FmhaMasks masks = {0};
-  masks.struct_bytes = sizeof masks;
+  NEW(FmhaMasks, masks);
   masks.endpoints = 2;
   // All heads have the same.
   masks.intervals_heads = masks.mask_bits_heads = masks.lists_heads = HEADS;
@@ -681,9 +670,8 @@ static void scales_by_blocks(void) {
   static uint8_t ones[Q_ELEMS], scales[Q_ELEMS];
   memset(ones, 0x38, sizeof ones);
   memset(scales, 127, sizeof scales);
-  FmhaBlockScales block_scales = {0};
+  NEW(FmhaBlockScales, block_scales);
   FmhaStrides of_q = {ROWS * HEADS, HEADS, 1, 1}, of_k = {ROWS * KV, KV, 1, 1};
-  block_scales.struct_bytes = sizeof block_scales;
   block_scales.format = FMHA_MXFP8_E4M3;
   block_scales.q = of_q;
   block_scales.k = of_k;
@@ -724,8 +712,7 @@ static void buffers(void) {
 }
 
 static FmhaCombineProblem good_combine(void) {
-  FmhaCombineProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaCombineProblem, problem);
   problem.num_parts = PARTS;
   problem.batch = BATCH;
   problem.seqlen_q = ROWS;
@@ -751,8 +738,7 @@ static void added(void) {
     parts[i].lse = NULL;
   }
   FmhaCombineProblem problem = good_combine();
-  FmhaCombineArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaCombineArgs, args);
   args.o = o;
   FmhaPlan *none = NULL;
   problem.merge = FMHA_SUM;
@@ -783,8 +769,7 @@ static void combine(void) {
     parts[i].lse = part_lse[i];
   }
   FmhaCombineProblem problem = good_combine();
-  FmhaCombineArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaCombineArgs, args);
   args.parts = parts;
   args.o = o;
   args.lse = lse;
@@ -829,16 +814,14 @@ static void choose(void) {
   static float weights[BATCH * ROWS * 2], scores[BATCH * ROWS * ROWS];
   static int32_t indices[BATCH * ROWS * 2], again[BATCH * ROWS * 2];
   for (int i = 0; i < BATCH * ROWS * 2; ++i) weights[i] = 1.0f;
-  FmhaChooseProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaChooseProblem, problem);
   problem.batch = BATCH;
   problem.seqlen_q = problem.seqlen_k = ROWS;
   problem.topk = problem.num_heads = 2;
   problem.head_dim = DIM;
   problem.dtype_q = problem.dtype_k = FMHA_F32;
   problem.write_scores = 1;
-  FmhaChooseArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaChooseArgs, args);
   args.q = q;
   args.k = k;
   args.weights = weights;
@@ -854,13 +837,11 @@ static void choose(void) {
   FmhaArgs attention = good_args();
   refused(fmha_run(plan, &attention), "plan", "a plan of a choice");
   fmha_drop(plan);
-  FmhaChooseProblem given = {0};
-  given.struct_bytes = sizeof given;
+  NEW(FmhaChooseProblem, given);
   given.batch = BATCH;
   given.seqlen_q = given.seqlen_k = ROWS;
   given.topk = 2;
-  FmhaChooseArgs given_args = {0};
-  given_args.struct_bytes = sizeof given_args;
+  NEW(FmhaChooseArgs, given_args);
   given_args.given = scores;
   given_args.indices = again;
   plan = NULL;
@@ -880,8 +861,7 @@ static void index_loss(void) {
     indices[i] = i % 2;
     target[i] = 1.0f + i % 2;
   }
-  FmhaIndexLoss call = {0};
-  call.struct_bytes = sizeof call;
+  NEW(FmhaIndexLoss, call);
   call.batch = BATCH;
   call.seqlen_q = call.seqlen_k = ROWS;
   call.topk = call.num_heads = 2;
@@ -916,8 +896,7 @@ static void quantize(void) {
   static uint8_t scales[BATCH * LOW * KV * BLOCKS];
   float scale = 0.0f, most = 0.0f;
   for (int i = 0; i < K_ELEMS; ++i) most = k[i] > most ? k[i] : -k[i] > most ? -k[i] : most;
-  FmhaQuantizeProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaQuantizeProblem, problem);
   problem.batch = BATCH;
   problem.seqlen = LOW;
   problem.num_heads = KV;
@@ -928,8 +907,7 @@ static void quantize(void) {
   problem.dtype = FMHA_F32;
   problem.format = FMHA_NVFP4;
   problem.scale_of_tensor = FMHA_SCALE_WRITTEN;
-  FmhaQuantizeArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaQuantizeArgs, args);
   args.x = k;
   args.elements = elements;
   args.scales = scales;
@@ -975,8 +953,7 @@ static void plans(void) {
   char said[64];
   for (size_t i = 0; i < COUNT(FmhaOptions_FIELDS); ++i) {
     const Field *field = &FmhaOptions_FIELDS[i];
-    FmhaOptions options = {0};
-    options.struct_bytes = sizeof options;
+    NEW(FmhaOptions, options);
     clear();
     spoil(&options, field, 0, said);
     refused(fmha_plan("cpu", &problem, &options, &plan), field->kind == TEXT ? "zz" : field->name, said);
