@@ -320,8 +320,7 @@ fn what_python_spells_of_the_structs_has_the_headers_fields_in_their_order() {
         let fields: Vec<&str> = fields.iter().map(|(_, field)| &**field).collect();
         let class = adapter.split(&format!("class {name}(Structure):")).nth(1).unwrap();
         let class = class.split("\n\n").next().unwrap();
-        let quoted: Vec<&str> =
-            class.split('"').skip(1).step_by(2).flat_map(str::split_whitespace).collect();
+        let quoted: Vec<&str> = class.split('"').skip(1).step_by(2).flat_map(str::split_whitespace).collect();
         assert_eq!(quoted, fields, "{name}");
     }
 }

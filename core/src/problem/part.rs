@@ -181,15 +181,7 @@ mod tests {
     const WHOLE: [u32; 2] = [7, 9];
 
     fn problem(mask: &str, seqlen_q: u32, seqlen_k: u32) -> FwdProblem {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: 4,
-            num_heads_kv: 2,
-            head_dim_qk: 8,
-            head_dim_v: 8,
-        };
+        let dims = Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(4, 2).head_dim(8);
         FwdProblem::batch(DType::F32, dims)
             .mask(mask.parse().unwrap())
             .bias(Bias::Alibi { per_batch: false })
