@@ -17,9 +17,7 @@ use crate::problem::{FwdProblem, MAX_SEQLEN};
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec, Part};
 ///
 /// // Queries 6..8 and keys 0..4 of a causal sequence of 8: every one of these queries sees every one of these keys.
-/// let dims = Dims {
-///     batch: 1, seqlen_q: 2, seqlen_k: 4, num_heads_q: 1, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
-/// };
+/// let dims = Dims::batch(1).seqlens(2, 4).heads(1, 1).head_dim(8);
 /// let part = Part { position_q: 6, seqlens: Some([8, 8]), ..Part::default() };
 /// let problem = FwdProblem::batch(DType::F32, dims).mask(MaskSpec::CAUSAL).part(part);
 /// assert!(problem.band(2, 4).visible(0, 3));
