@@ -1,11 +1,12 @@
-"""Times modified scores beside what people use for them: `FMHA_LIB=libfmha_c.so python3 modifiers.py KIT PLAN [BUDGET]`.
+"""Times modified scores beside what people use for them: `FMHA_LIB=... python3 modifiers.py KIT PLAN [BUDGET]`.
 
-KIT holds peers.py, compare.py and bench/ours.py. PLAN is words with commas, `WHAT:DIM`, WHAT one of plain, softcap, alibi,
-bias (backward with dBias), dropout, with `-causal`, `-bwd` or both in this order behind it. B4 H16 S4096, bf16, TFLOP/s
-(half the pairs for causal; backward as 2.5 times the forward's operations): FlexAttention compiled, FlashAttention-2, cuDNN
-and memory-efficient attention as torch calls them, and ours, in turns, bursts with the L2 flushed before each call. Results
-but dropout's, whose masks are not alike, are held to float64 of one head; a peer whose results are wrong or that fails is
-named, not timed. With WARM set, FlexAttention is compiled and nothing timed: torch keeps what it compiled.
+KIT holds peers.py, compare.py and bench/ours.py. PLAN is words with commas, `WHAT:DIM`, WHAT one of plain, softcap,
+alibi, bias (backward with dBias), dropout, with `-causal`, `-bwd` or both in this order behind it. B4 H16 S4096,
+bf16, TFLOP/s (half the pairs for causal; backward as 2.5 times the forward's operations): FlexAttention compiled,
+FlashAttention-2, cuDNN and memory-efficient attention as torch calls them, and ours, in turns, bursts with the L2
+flushed before each call. Results but dropout's, whose masks are not alike, are held to float64 of one head; a peer
+whose results are wrong or that fails is named, not timed. With WARM set, FlexAttention is compiled and nothing timed:
+torch keeps what it compiled.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Accuracy beside the peers: `FMHA_LIB=libfmha_c.so python3 rmse.py KIT [PEER,...]`.
 
-RMSE against float64, B2 H4 S4096 D128. O of each type without a mask: standard normal inputs, and the same with N(0, 100)
-added to one element of a thousand (FlashAttention-3, section 4.3). Then dQ, dK and dV in bf16, full and causal; ours also
-deterministic. KIT holds peers.py and bench/ours.py.
+RMSE against float64, B2 H4 S4096 D128. O of each type without a mask: standard normal inputs, and the same with N(0,
+100) added to one element of a thousand (FlashAttention-3, section 4.3). Then dQ, dK and dV in bf16, full and causal;
+ours also deterministic. KIT holds peers.py and bench/ours.py.
 """
 
 import os
