@@ -1,8 +1,8 @@
 //! Renders kernels for inspection, and for the check of registers by `bench/nvrtc.py`: one folder a kernel, with its
 //! entry, its headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input; what is not named has its
-//! default. `kernel=` is `sm90`, `sm90_mla`, `sm80`, `sm100` (over MXFP8 with `scales=mxfp8`), `sm100_mla`, or of Hopper's
-//! backward `main`, `preprocess`, `postprocess`, `head_sums`, `repair` or `dbias`; other fields are those of the spec
-//! and of that kernel's tile. `stored=` is the type of a narrower cache.
+//! default. `kernel=` is `sm90`, `sm90_mla`, `sm80`, `sm100` (over MXFP8 with `scales=mxfp8`), `sm100_mla`, or of
+//! Hopper's backward `main`, `preprocess`, `postprocess`, `head_sums`, `repair` or `dbias`; other fields are those of
+//! the spec and of that kernel's tile. `stored=` is the type of a narrower cache.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
 

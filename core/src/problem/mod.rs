@@ -71,7 +71,7 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// So many sequences; what follows in a chain gives the other sizes, which are 0 before:
+    /// Sizes of `batch` sequences. The other sizes are 0 until the rest of a chain gives them:
     /// `Dims::batch(2).seqlens(128, 512).heads(8, 2).head_dim(64)`.
     #[must_use]
     pub const fn batch(batch: u32) -> Self {
