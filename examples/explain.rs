@@ -12,15 +12,7 @@ fn main() -> Result<(), fmha::Error> {
     }
 
     // A problem is plain data: shapes, types, strides, mask; no pointers.
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 1,
-        seqlen_k: 4096,
-        num_heads_q: 32,
-        num_heads_kv: 8,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let dims = Dims::batch(2).seqlens(1, 4096).heads(32, 8).head_dim(128);
     let mask = "b:1024,0".parse::<MaskSpec>().expect("a window of 1024 keys before the diagonal");
     let problem = FwdProblem::batch(fmha::DType::Bf16, dims).mask(mask).write_lse(true);
 

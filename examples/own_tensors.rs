@@ -3,15 +3,7 @@
 use fmha::{Backend, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, PlanOptions, bf16};
 
 fn main() -> Result<(), fmha::Error> {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 64,
-        seqlen_k: 1024,
-        num_heads_q: 8,
-        num_heads_kv: 2,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(64, 1024).heads(8, 2).head_dim(64);
     let (q, k, v) = (ones(64 * 8 * 64), ones(1024 * 2 * 64), ones(1024 * 2 * 64));
     let mut o = vec![bf16::ZERO; 64 * 8 * 64];
 

@@ -102,15 +102,10 @@ struct Request {
 }
 
 fn dims(batch: usize, seqlen_q: usize, seqlen_k: usize) -> Dims {
-    Dims {
-        batch: batch as u32,
-        seqlen_q: seqlen_q as u32,
-        seqlen_k: seqlen_k as u32,
-        num_heads_q: HEADS_Q,
-        num_heads_kv: HEADS_KV,
-        head_dim_qk: HEAD_DIM,
-        head_dim_v: HEAD_DIM,
-    }
+    Dims::batch(batch as u32)
+        .seqlens(seqlen_q as u32, seqlen_k as u32)
+        .heads(HEADS_Q, HEADS_KV)
+        .head_dim(HEAD_DIM)
 }
 
 /// A causal plan whose rows have equal bits in every call.

@@ -167,15 +167,8 @@ fn index_call<'a>(q: &'a [f32], k: &'a [f32], weights: &'a [f32]) -> Result<Inde
 }
 
 fn problem(topk: usize) -> FwdProblem {
-    let dims = Dims {
-        batch: BATCH as u32,
-        seqlen_q: QUERIES as u32,
-        seqlen_k: NAMES as u32,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: DIM as u32,
-        head_dim_v: DIM as u32,
-    };
+    let dims =
+        Dims::batch(BATCH as u32).seqlens(QUERIES as u32, NAMES as u32).heads(1, 1).head_dim(DIM as u32);
     let problem = FwdProblem::batch(DType::F32, dims).write_lse(true);
     let lists = KeyLists::new(&problem, topk as u32);
     problem.lists(lists)

@@ -54,15 +54,12 @@ impl Attention {
     /// Full attention over these tensors, whose shapes are its sizes.
     #[must_use]
     pub fn of(q: &TensorView<'_>, k: &TensorView<'_>, v: &TensorView<'_>) -> Self {
-        Self::new(Dims {
-            batch: q.shape.batch,
-            seqlen_q: q.shape.seq,
-            seqlen_k: k.shape.seq,
-            num_heads_q: q.shape.head,
-            num_heads_kv: k.shape.head,
-            head_dim_qk: q.shape.dim,
-            head_dim_v: v.shape.dim,
-        })
+        Self::new(
+            Dims::batch(q.shape.batch)
+                .seqlens(q.shape.seq, k.shape.seq)
+                .heads(q.shape.head, k.shape.head)
+                .head_dims(q.shape.dim, v.shape.dim),
+        )
     }
 
     /// Sets the mask: [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
@@ -286,15 +283,7 @@ mod tests {
 
     use super::*;
 
-    const DIMS: Dims = Dims {
-        batch: 2,
-        seqlen_q: 3,
-        seqlen_k: 5,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 8,
-        head_dim_v: 6,
-    };
+    const DIMS: Dims = Dims::batch(2).seqlens(3, 5).heads(4, 2).head_dims(8, 6);
 
     fn tensors<T: Element>(to: impl Fn(f32) -> T) -> (Vec<T>, Vec<T>, Vec<T>) {
         let wave = |count: usize, step: f32| (0..count).map(|i| to((i as f32 * step).sin())).collect();

@@ -3,9 +3,7 @@
 //! ```
 //! use fmha::{Attention, Dims, MaskSpec, bf16};
 //!
-//! let dims = Dims {
-//!     batch: 1, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
-//! };
+//! let dims = Dims::batch(1).seqlens(4, 4).heads(2, 1).head_dim(8);
 //! let two = bf16::from_f32(2.0);
 //! let (q, k, v) = (vec![bf16::ONE; 64], vec![bf16::ONE; 32], vec![two; 32]);
 //! let options = Attention::new(dims).mask(MaskSpec::CAUSAL);
@@ -41,9 +39,7 @@
 //!
 //! fn bytes_of_dims(batch: &str) -> Result<usize, String> {
 //!     let batch = batch.parse().map_err(|_| format!("batch {batch}"))?;
-//!     let one = Dims {
-//!         batch, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
-//!     };
+//!     let one = Dims::batch(batch).seqlens(4, 4).heads(2, 1).head_dim(8);
 //!     Ok(core::mem::size_of_val(&one))
 //! }
 //! assert_eq!(bytes_of_dims("3"), Ok(core::mem::size_of::<Dims>()));

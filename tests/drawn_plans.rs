@@ -74,15 +74,7 @@ fn of_case(case: &Case, options: &PlanOptions) -> PlanOptions {
 
 /// Whether the architecture's kernels can be compiled here; says so if not.
 fn has_compiler(arch: &str, device: &Device) -> bool {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 1,
-        seqlen_k: 1,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 16,
-        head_dim_v: 16,
-    };
+    let dims = Dims::batch(1).seqlens(1, 1).heads(1, 1).head_dim(16);
     let problem = FwdProblem::batch(fmha_core::DType::F16, dims).validate().unwrap();
     let compiler = device.precompiler().unwrap();
     let slow = PlanOptions::default().kernel("simt");
@@ -167,15 +159,7 @@ fn a_kernel_that_spills_is_planned_and_says_that_it_loses_speed() {
     if !has_compiler("sm_90a", &device) {
         return;
     }
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 512,
-        seqlen_k: 512,
-        num_heads_q: 8,
-        num_heads_kv: 2,
-        head_dim_qk: 160,
-        head_dim_v: 160,
-    };
+    let dims = Dims::batch(2).seqlens(512, 512).heads(8, 2).head_dim(160);
     let mut fwd =
         FwdProblem::batch(fmha_core::DType::Bf16, dims).mask("b:100,0".parse().unwrap()).write_lse(true);
     fwd.dropout.p_drop = 0.1;
@@ -224,15 +208,7 @@ fn a_quantised_cache_has_the_kernels_of_its_twin() {
 
 #[test]
 fn every_gpu_writes_small_outputs_behind_the_kernel_of_the_same_call_and_says_beside_what_not() {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 64,
-        seqlen_k: 64,
-        num_heads_q: 2,
-        num_heads_kv: 2,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(64, 64).heads(2, 2).head_dim(64);
     for arch in ["sm_80", "sm_90a", "sm_100a", "gfx942", "gfx1100"] {
         let plain = FwdProblem::batch(fmha_core::DType::Bf16, dims);
         let kernel = |problem: &FwdProblem| {

@@ -73,7 +73,7 @@ fn hash(text: &str) -> u64 {
 }
 
 /// Cases for the tile kernel alone. What the fallback takes instead of it (operands apart from their alignment, pages),
-/// [`the_fallback_takes_every_spec`] and the rows of `xtask/src/kernels.rs` take to it.
+/// [`the_fallback_takes_every_spec`] and the rows of `xtask/src/kernels.txt` take to it.
 fn for_the_tile_kernel() -> impl Iterator<Item = Case> {
     let left_out = [
         "addresses/",

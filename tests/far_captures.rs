@@ -97,15 +97,7 @@ fn holds(device: &Device, kernel: Option<&str>) {
 
 fn case_holds(case: &Case, device: &Device, kernel: Option<&str>) {
     let host = fmha::Backend::Cpu.open().unwrap();
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: QUERIES,
-        seqlen_k: KEYS,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(QUERIES, KEYS).heads(1, 1).head_dim(8);
     let problem = FwdProblem::batch(DType::F32, dims)
         .write_lse(true)
         .score_code(case.score.parse::<Function>().unwrap())

@@ -37,15 +37,10 @@ impl Call {
     fn dims(&self) -> Dims {
         let [batch, num_heads_q, num_heads_kv] = HEADS.map(|n| n as u32);
         let [head_dim_qk, head_dim_v] = [self.head_dim as u32; 2];
-        Dims {
-            batch,
-            seqlen_q: QUERIES as u32,
-            seqlen_k: KEYS as u32,
-            num_heads_q,
-            num_heads_kv,
-            head_dim_qk,
-            head_dim_v,
-        }
+        Dims::batch(batch)
+            .seqlens(QUERIES as u32, KEYS as u32)
+            .heads(num_heads_q, num_heads_kv)
+            .head_dims(head_dim_qk, head_dim_v)
     }
 
     fn rounded(&self, x: f64) -> f64 {

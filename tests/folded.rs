@@ -12,15 +12,7 @@ use fmha_core::{
 };
 
 fn forward(dtype: DType, seqlen_q: u32, (qk, v): (u32, u32)) -> FwdProblem {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k: 2048,
-        num_heads_q: 8,
-        num_heads_kv: 2,
-        head_dim_qk: qk,
-        head_dim_v: v,
-    };
+    let dims = Dims::batch(2).seqlens(seqlen_q, 2048).heads(8, 2).head_dims(qk, v);
     FwdProblem::batch(dtype, dims).mask(MaskSpec::CAUSAL).write_lse(true)
 }
 

@@ -10,15 +10,7 @@ use fmha_core::{
 };
 use half::bf16;
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 24,
-    seqlen_k: 24,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 64,
-    head_dim_v: 64,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(24, 24).heads(4, 2).head_dim(64);
 const HEADS: i64 = 4 + 2 + 2;
 /// More than any of the buffers has.
 const ELEMS: usize = 2 * 24 * 4 * 3 * 64;

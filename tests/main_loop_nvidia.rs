@@ -35,15 +35,7 @@ const CALLS: [(u32, u32, &str); 12] = [
 ];
 
 fn problem(head_dim: u32, seqlen_q: u32, v_layout: VLayout) -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q,
-        seqlen_k: 256,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    };
+    let dims = Dims::batch(1).seqlens(seqlen_q, 256).heads(1, 1).head_dim(head_dim);
     let mut problem = FwdProblem::batch(DType::Bf16, dims);
     if v_layout == VLayout::ColMajor {
         (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));

@@ -14,15 +14,7 @@ use fmha_core::{
 use half::bf16;
 
 /// Tiles that are skipped, whole and cut, at every tile size.
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 300,
-    seqlen_k: 300,
-    num_heads_q: 2,
-    num_heads_kv: 1,
-    head_dim_qk: 64,
-    head_dim_v: 64,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(300, 300).heads(2, 1).head_dim(64);
 const ROWS: usize = 300;
 const Q: usize = 2 * 300 * 2 * 64;
 const KV: usize = 2 * 300 * 64;

@@ -6,16 +6,14 @@
 #[path = "planted/mod.rs"]
 mod planting;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 
 use planting::{Fate, Fault, each, is_own_process};
-use serde::Deserialize;
 
-#[derive(Deserialize)]
-struct Faults {
-    fault: Vec<Fault>,
-}
+/// Faults by their architecture and their header.
+type Faults = BTreeMap<String, BTreeMap<String, Vec<Fault>>>;
 
 /// The process of one fault; elsewhere there is nothing to do.
 #[test]
@@ -24,7 +22,15 @@ fn the_fault_of_this_process() {
 }
 
 fn faults() -> Vec<Fault> {
-    toml::from_str::<Faults>(include_str!("planted/device.toml")).unwrap().fault
+    let by_place = toml::from_str::<Faults>(include_str!("planted/device.toml")).unwrap();
+    let mut faults = Vec::new();
+    for (arch, by_header) in by_place {
+        for (header, of_header) in by_header {
+            let place = |fault| Fault { arch: arch.clone(), header: header.clone(), ..fault };
+            faults.extend(of_header.into_iter().map(place));
+        }
+    }
+    faults
 }
 
 /// Checks without compiling that each fault's text still stands, so that a change of such a line of device

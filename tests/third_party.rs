@@ -127,15 +127,7 @@ impl DeviceMemory for Host {
     }
 }
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 2,
-    seqlen_k: 3,
-    num_heads_q: 1,
-    num_heads_kv: 1,
-    head_dim_qk: 4,
-    head_dim_v: 4,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(2, 3).heads(1, 1).head_dim(4);
 
 /// One test: what is registered is the process's.
 #[test]

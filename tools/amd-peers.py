@@ -6,9 +6,7 @@ nvidia-peers.py's; a peer that refuses a row says so. Latent attention is AITER'
 """
 
 import importlib.util
-import json
 import pathlib
-import subprocess
 import sys
 
 spec = importlib.util.spec_from_file_location("peers", pathlib.Path(__file__).with_name("nvidia-peers.py"))
@@ -59,14 +57,6 @@ def latent_bytes(batch, keys, heads):
     return 2 * batch * (heads * 576 + keys * 576 + heads * 512)
 
 
-def seconds(words):
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode == 0:
-        return json.loads(done.stdout)["median_seconds"]
-    print(f"absent: fmha ({done.stderr.strip().splitlines()[0] if done.stderr.strip() else done.returncode})")
-    return None
-
-
 def latent_of_aiter(batch, keys, heads):
     """Milliseconds of AITER's decode of absorbed rows."""
     import torch
@@ -89,14 +79,14 @@ def latent_of_aiter(batch, keys, heads):
 def latent_rows(program):
     print("latent 576/512: b keys heads | fmha | AITER | GB/s")
     for row in LATENT:
-        ours = seconds(latent_command(program, *row))
+        ours = common.seconds(latent_command(program, *row))
         figures = [ours and latent_bytes(*row) / ours / 1e9]
         try:
             figures.append(latent_bytes(*row) / latent_of_aiter(*row) / 1e6)
         except (ImportError, RuntimeError, TypeError) as error:
             print(f"absent: AITER's latent decode ({str(error).splitlines()[0]})")
             figures.append(None)
-        print(*row, "|", " | ".join("-" if figure is None else f"{figure:.0f}" for figure in figures), flush=True)
+        print(*row, "|", common.said(figures), flush=True)
 
 
 def list_packages():
@@ -118,25 +108,7 @@ def main():
     if not torch.cuda.is_available() or not torch.version.hip:
         list_packages()
         sys.exit(f"absent: an AMD GPU for PyTorch {torch.__version__}")
-    others = peers()
-    print("kind b queries keys heads kv d causal |", " | ".join(["fmha", *others]), "| TFLOP/s, of decode GB/s")
-    for row in common.ROWS:
-        kind, b, sq, sk, h, hk, d, causal = row
-        scale = 1e9 if kind == "decode" else 1e12
-        ours = seconds(command(sys.argv[1], row))
-        figures = [ours and common.amount(*row) / ours / scale]
-        for name, call in others.items():
-            try:
-                q, k, v = (
-                    torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16)
-                    for s, heads in ((sq, h), (sk, hk), (sk, hk))
-                )
-                figures.append(common.amount(*row) / common.time_of(call, kind, q, k, v, causal) / (scale / 1e3))
-            except (RuntimeError, TypeError) as error:
-                print(f"absent: {name} ({str(error).splitlines()[0]})")
-                figures.append(None)
-        words = " | ".join("-" if figure is None else f"{figure:.0f}" for figure in figures)
-        print(kind, b, sq, sk, h, hk, d, int(causal), "|", words, flush=True)
+    common.table(peers(), lambda row: command(sys.argv[1], row))
     latent_rows(sys.argv[1])
 
 

@@ -100,12 +100,40 @@ def command(program, kind, b, sq, sk, h, hk, d, causal):
     return [program, *words.split(), "--prec", "bf16", "--mask", "b" if causal else "0", *backward]
 
 
-def ours(program, row):
-    done = subprocess.run(command(program, *row), capture_output=True, text=True)
-    if done.returncode != 0:
-        print(f"absent: fmha ({done.stderr.strip().splitlines()[0] if done.stderr.strip() else done.returncode})")
-        return None
-    return amount(*row) / json.loads(done.stdout)["median_seconds"] / (1e9 if row[0] == "decode" else 1e12)
+def seconds(words):
+    """The median of a call of `fmha run`, or nothing where it is refused."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout)["median_seconds"]
+    print(f"absent: fmha ({done.stderr.strip().splitlines()[0] if done.stderr.strip() else done.returncode})")
+    return None
+
+
+def table(others, command_of):
+    """Prints a line a row: of fmha by its command, then of each other."""
+    import torch
+
+    print("kind b queries keys heads kv d causal |", " | ".join(["fmha", *others]), "| TFLOP/s, of decode GB/s")
+    for row in ROWS:
+        kind, b, sq, sk, h, hk, d, causal = row
+        work = amount(*row) / (1e9 if kind == "decode" else 1e12)
+        ours = seconds(command_of(row))
+        figures = [ours and work / ours]
+        for name, call in others.items():
+            try:
+                q, k, v = (
+                    torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16)
+                    for s, heads in ((sq, h), (sk, hk), (sk, hk))
+                )
+                figures.append(work * 1e3 / time_of(call, kind, q, k, v, causal))
+            except (RuntimeError, TypeError) as error:
+                print(f"absent: {name} ({str(error).splitlines()[0]})")
+                figures.append(None)
+        print(kind, b, sq, sk, h, hk, d, int(causal), "|", said(figures), flush=True)
+
+
+def said(figures):
+    return " | ".join("-" if figure is None else f"{figure:.0f}" for figure in figures)
 
 
 def main():
@@ -115,24 +143,7 @@ def main():
         sys.exit(f"absent: PyTorch ({error})")
     if not torch.cuda.is_available():
         sys.exit(f"absent: a GPU for PyTorch {torch.__version__}")
-    others = peers()
-    print("kind b queries keys heads kv d causal |", " | ".join(["fmha", *others]), "| TFLOP/s, of decode GB/s")
-    for row in ROWS:
-        kind, b, sq, sk, h, hk, d, causal = row
-        figures = [ours(sys.argv[1], row)]
-        for name, call in others.items():
-            try:
-                q, k, v = (
-                    torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16)
-                    for s, heads in ((sq, h), (sk, hk), (sk, hk))
-                )
-                milliseconds = time_of(call, kind, q, k, v, causal)
-                figures.append(amount(*row) / milliseconds / (1e6 if kind == "decode" else 1e9))
-            except RuntimeError as error:
-                print(f"absent: {name} ({str(error).splitlines()[0]})")
-                figures.append(None)
-        words = " | ".join("-" if figure is None else f"{figure:.0f}" for figure in figures)
-        print(kind, b, sq, sk, h, hk, d, int(causal), "|", words, flush=True)
+    table(peers(), lambda row: command(sys.argv[1], *row))
 
 
 if __name__ == "__main__":

@@ -37,15 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let dtype: DType = text(2, "f32").parse()?;
     let repeat: usize = text(4, "5").parse()?;
     let (heads, dim): (u32, u32) = (text(5, "8").parse()?, text(6, "128").parse()?);
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: seqlen,
-        seqlen_k: seqlen,
-        num_heads_q: heads,
-        num_heads_kv: heads,
-        head_dim_qk: dim,
-        head_dim_v: dim,
-    };
+    let dims = Dims::batch(1).seqlens(seqlen, seqlen).heads(heads, heads).head_dim(dim);
     let mut problem = FwdProblem::batch(dtype, dims);
     problem.write_lse = true;
     if text(3, "full") == "causal" {

@@ -209,15 +209,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (dtype, dtype_cache) = types.split_once('/').unwrap_or((types, types));
     let (dtype, dtype_cache): (DType, DType) = (dtype.parse()?, dtype_cache.parse()?);
     let (page_size, turns) = (number(6, 0)?, number(7, 20)?);
-    let dims = Dims {
-        batch,
-        seqlen_q: 1,
-        seqlen_k,
-        num_heads_q,
-        num_heads_kv,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    };
+    let dims = Dims::batch(batch).seqlens(1, seqlen_k).heads(num_heads_q, num_heads_kv).head_dim(head_dim);
     let layout = if page_size == 0 { KvLayout::Strided } else { KvLayout::Paged { page_size } };
     let mut problem = FwdProblem::new(QLayout::Batch, layout, dtype, dims);
     if dtype_cache != dtype {

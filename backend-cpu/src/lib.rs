@@ -18,9 +18,7 @@
 //! ```
 //! use fmha_core::{DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, PlanOptions};
 //!
-//! let dims = Dims {
-//!     batch: 1, seqlen_q: 3, seqlen_k: 5, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 4, head_dim_v: 4,
-//! };
+//! let dims = Dims::batch(1).seqlens(3, 5).heads(2, 1).head_dim(4);
 //! let (q, k, v, mut o) = ([0.5f32; 24], [0.1f32; 20], [2.0f32; 20], [0f32; 24]);
 //! let device = Device::new(fmha_cpu::CpuBackend::new()?);
 //! let problem = FwdProblem::batch(DType::F32, dims).validate()?;

@@ -148,15 +148,7 @@ fn memory_that_is_called_a_devices_is_neither_read_nor_written() {
 }
 
 fn problem() -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 16,
-        seqlen_k: 16,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(16, 16).heads(1, 1).head_dim(8);
     FwdProblem::batch(DType::F32, dims)
 }
 

@@ -9,15 +9,7 @@ use fmha_core::{
 use fmha_cpu::{Config, CpuBackend};
 use half::bf16;
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 37,
-    seqlen_k: 75,
-    num_heads_q: 1,
-    num_heads_kv: 1,
-    head_dim_qk: 40,
-    head_dim_v: 24,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(37, 75).heads(1, 1).head_dims(40, 24);
 
 fn numbers(count: u32, seed: u32) -> Vec<f32> {
     (0..count)

@@ -10,15 +10,7 @@ use fmha_core::{
     FwdArgs, FwdProblem, MaskSpec, PlanOptions, ScoreArgs,
 };
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 37,
-    seqlen_k: 53,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 24,
-    head_dim_v: 16,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(37, 53).heads(4, 2).head_dims(24, 16);
 
 fn noise(count: u64, seed: u64) -> Vec<f32> {
     let mut draw = Draw::new(seed);

@@ -22,15 +22,7 @@ fn backends() -> Vec<(Isa, Device)> {
 }
 
 fn dims(batch: u32, seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dims: (u32, u32)) -> Dims {
-    Dims {
-        batch,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: heads.0,
-        num_heads_kv: heads.1,
-        head_dim_qk: head_dims.0,
-        head_dim_v: head_dims.1,
-    }
+    Dims::batch(batch).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dims(head_dims.0, head_dims.1)
 }
 
 fn bias(problem: &FwdProblem, dtype: DType, broadcast: BiasBroadcast) -> Bias {

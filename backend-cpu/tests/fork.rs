@@ -14,15 +14,7 @@ use fmha_core::{
 };
 use fmha_cpu::{Config, CpuBackend};
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 40,
-    seqlen_k: 40,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 16,
-    head_dim_v: 16,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(40, 40).heads(4, 2).head_dim(16);
 const ELEMS_Q: usize = 2 * 40 * 4 * 16;
 const ELEMS_K: usize = ELEMS_Q / 2;
 

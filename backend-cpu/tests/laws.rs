@@ -544,20 +544,10 @@ fn memory_that_the_system_refuses_is_an_error_with_its_size() {
 
 #[test]
 fn a_plan_runs_on_the_device_that_made_it_alone() {
-    let problem = FwdProblem::batch(
-        DType::F32,
-        fmha_core::Dims {
-            batch: 1,
-            seqlen_q: 8,
-            seqlen_k: 8,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: 8,
-            head_dim_v: 8,
-        },
-    )
-    .validate()
-    .unwrap();
+    let problem =
+        FwdProblem::batch(DType::F32, fmha_core::Dims::batch(1).seqlens(8, 8).heads(1, 1).head_dim(8))
+            .validate()
+            .unwrap();
     let (q, mut o) = ([0.5f32; 64], [7f32; 64]);
     let q = fmha_core::DevSlice::host(&q);
     let tile = vec![("block_m".to_owned(), "8".to_owned())];

@@ -8,15 +8,7 @@ use fmha_core::{
     MaskAxes, MaskSpec, PlanOptions,
 };
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 40,
-    seqlen_k: 70,
-    num_heads_q: 2,
-    num_heads_kv: 2,
-    head_dim_qk: 16,
-    head_dim_v: 16,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(40, 70).heads(2, 2).head_dim(16);
 
 fn device() -> Device {
     Device::new(fmha_cpu::CpuBackend::new().unwrap())

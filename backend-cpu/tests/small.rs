@@ -22,15 +22,10 @@ fn drawn(seed: u64) -> (FwdProblem, Vec<Lengths>, Vec<i32>) {
     let mut random = Random(seed);
     let mut below = |n: u64| (random.next() % n) as u32;
     let (kv, group) = (1 + below(2), 1 + below(3));
-    let dims = Dims {
-        batch: 1 + below(3),
-        seqlen_q: 1 + below(90),
-        seqlen_k: 1 + below(150),
-        num_heads_q: kv * group,
-        num_heads_kv: kv,
-        head_dim_qk: [8, 32, 40][below(3) as usize],
-        head_dim_v: 16,
-    };
+    let dims = Dims::batch(1 + below(3))
+        .seqlens(1 + below(90), 1 + below(150))
+        .heads(kv * group, kv)
+        .head_dims([8, 32, 40][below(3) as usize], 16);
     let dtype = [DType::F32, DType::F16, DType::Bf16][below(3) as usize];
     let packed = below(3) == 0;
     let mut problem = if packed { FwdProblem::group(dtype, dims) } else { FwdProblem::batch(dtype, dims) };
@@ -154,15 +149,7 @@ fn many_drawn_calls_have_the_greatest_scores_and_sums_of_keys_of_float64() {
 
 #[test]
 fn no_bit_depends_on_threads_or_blocks_of_queries() {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 200,
-        seqlen_k: 210,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 32,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(2).seqlens(200, 210).heads(2, 1).head_dims(32, 8);
     let problem = FwdProblem::batch(DType::F32, dims).mask(MaskSpec::CAUSAL).row_max(true).key_sum(true);
     let inputs = Inputs::random(problem.clone(), &[], 5);
     let problem = problem.validate().unwrap();
@@ -183,15 +170,7 @@ fn no_bit_depends_on_threads_or_blocks_of_queries() {
 
 #[test]
 fn what_small_outputs_do_not_go_with_is_refused_by_name() {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 2,
-        seqlen_k: 4,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(2, 4).heads(1, 1).head_dim(8);
     let problem = FwdProblem::batch(DType::F32, dims).key_sum(true);
     let lists = fmha_core::KeyLists::new(&problem, 2);
     let refused = problem.clone().lists(lists).validate().unwrap_err().to_string();

@@ -26,15 +26,7 @@ const PARAMETERS: usize = 1024;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend = fmha_cuda::open(0, None)?;
     println!("{}", backend.name());
-    let dims = |seqlen, heads, dim| Dims {
-        batch: 1,
-        seqlen_q: seqlen,
-        seqlen_k: seqlen,
-        num_heads_q: heads,
-        num_heads_kv: heads,
-        head_dim_qk: dim,
-        head_dim_v: dim,
-    };
+    let dims = |seqlen, heads, dim| Dims::batch(1).seqlens(seqlen, seqlen).heads(heads, heads).head_dim(dim);
     let decode = |seqlen_q| Dims { seqlen_q, num_heads_kv: 8, ..dims(4096, 32, 128) };
     let dynamic = vec![("order".to_owned(), "dynamic".to_owned())];
     for (name, dims, mask, tile) in [

@@ -14,15 +14,7 @@ fn main() -> Result<()> {
     let arch = std::env::args().nth(1);
     let device = fmha_cuda::open(0, arch.as_deref())?;
     println!("{}", device.name());
-    let dims = |seqlen| Dims {
-        batch: 2,
-        seqlen_q: seqlen,
-        seqlen_k: seqlen,
-        num_heads_q: 16,
-        num_heads_kv: 16,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let dims = |seqlen| Dims::batch(2).seqlens(seqlen, seqlen).heads(16, 16).head_dim(128);
     let options = PlanOptions::default();
     for seqlen in [128, 4096] {
         let fwd = FwdProblem::batch(DType::Bf16, dims(seqlen)).mask(MaskSpec::CAUSAL);

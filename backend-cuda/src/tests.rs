@@ -45,15 +45,7 @@ fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
     }
 }
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 512,
-    seqlen_k: 512,
-    num_heads_q: 4,
-    num_heads_kv: 4,
-    head_dim_qk: 128,
-    head_dim_v: 128,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(512, 512).heads(4, 4).head_dim(128);
 
 fn pretend(arch: &str) -> Backend<Cuda> {
     backend(format!("cuda ({arch}, no device)"), DeviceFacts::stated(arch).unwrap(), None).unwrap()

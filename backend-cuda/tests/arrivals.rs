@@ -43,15 +43,7 @@ const KEYS: u32 = 400;
 const ENDS: [u32; 3] = [100, 256, KEYS];
 
 fn problem(arrivals: u32) -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: QUERIES,
-        seqlen_k: KEYS,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(QUERIES, KEYS).heads(2, 1).head_dim(64);
     FwdProblem::batch(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true).arrivals(arrivals)
 }
 

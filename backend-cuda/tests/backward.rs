@@ -20,15 +20,7 @@ fn device() -> Option<Device> {
     }
 }
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 150,
-    seqlen_k: 150,
-    num_heads_q: 2,
-    num_heads_kv: 1,
-    head_dim_qk: 64,
-    head_dim_v: 64,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(150, 150).heads(2, 1).head_dim(64);
 
 fn problem(mask: &str, dims: Dims) -> BwdProblem {
     BwdProblem::new(FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()).write_lse(true))

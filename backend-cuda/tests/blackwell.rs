@@ -35,15 +35,7 @@ fn sm100() -> PlanOptions {
 }
 
 fn problem(seqlen_q: u32, seqlen_k: u32, heads: u32, heads_kv: u32, mask: MaskSpec) -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: heads,
-        num_heads_kv: heads_kv,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let dims = Dims::batch(1).seqlens(seqlen_q, seqlen_k).heads(heads, heads_kv).head_dim(128);
     FwdProblem::batch(DType::Bf16, dims).mask(mask).write_lse(true)
 }
 

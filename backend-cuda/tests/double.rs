@@ -62,15 +62,7 @@ struct Call {
 impl Call {
     /// Causal f16 attention with more tiles than multiprocessors: some tile indices come from a counter.
     fn new(backend: &Device) -> Self {
-        let dims = Dims {
-            batch: 35,
-            seqlen_q: 20,
-            seqlen_k: 30,
-            num_heads_q: 4,
-            num_heads_kv: 4,
-            head_dim_qk: 64,
-            head_dim_v: 64,
-        };
+        let dims = Dims::batch(35).seqlens(20, 30).heads(4, 4).head_dim(64);
         let problem = FwdProblem::batch(DType::F16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
         let problem = problem.validate().unwrap();
         let options = PlanOptions::default().tile([("order", "dynamic")]);
@@ -190,15 +182,7 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
 fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() {
     let Some(backend) = device() else { return };
     let memory = backend.memory();
-    let dims = Dims {
-        batch: 3,
-        seqlen_q: 96,
-        seqlen_k: 96,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(3).seqlens(96, 96).heads(1, 1).head_dim(64);
     let problem = FwdProblem::group(DType::F16, dims).write_lse(true);
     let problem = problem.validate().unwrap();
     let on_device = |bytes: &[u8]| {
@@ -294,15 +278,7 @@ fn a_run_is_captured_and_replayed() {
 fn a_graph_of_decoding_replays_with_any_lengths() {
     const BOUND: usize = 600;
     let Some(backend) = device() else { return };
-    let dims = Dims {
-        batch: 4,
-        seqlen_q: 2,
-        seqlen_k: BOUND as u32,
-        num_heads_q: 5,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(4).seqlens(2, BOUND as u32).heads(5, 1).head_dim(64);
     let mut problem = FwdProblem::batch(DType::F16, dims);
     (problem.mask, problem.layout.seqused_k) = (MaskSpec::CAUSAL, true);
     let problem = problem.validate().unwrap();
@@ -437,15 +413,7 @@ fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
 #[test]
 fn a_backend_without_a_device_plans_and_refuses_to_run() {
     let backend = fmha_cuda::pretend("sm_90a").unwrap();
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 4096,
-        seqlen_k: 4096,
-        num_heads_q: 8,
-        num_heads_kv: 8,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let dims = Dims::batch(1).seqlens(4096, 4096).heads(8, 8).head_dim(128);
     let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     assert_eq!(plan.kernel(), "sm90");
@@ -459,15 +427,7 @@ fn a_backend_without_a_device_plans_and_refuses_to_run() {
 #[test]
 fn exact_is_planned_without_a_lagging_maximum_and_what_is_not_kept_is_refused() {
     let backend = fmha_cuda::pretend("sm_90a").unwrap();
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 512,
-        seqlen_k: 512,
-        num_heads_q: 2,
-        num_heads_kv: 2,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(512, 512).heads(2, 2).head_dim(64);
     let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
     let exact = PlanOptions::default().accuracy(Accuracy::Exact);
     let plan = backend.plan_fwd(&problem, &exact).unwrap();

@@ -14,15 +14,7 @@ fn a_plan_for_no_device_is_there_without_a_compiler_and_one_for_a_device_is_not(
         std::env::set_var("FMHA_NVRTC", folder.path().join("none.so"));
         std::env::set_var("FMHA_CACHE_DIR", folder.path());
     }
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 64,
-        seqlen_k: 64,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(64, 64).heads(1, 1).head_dim(64);
     let problem = FwdProblem::batch(DType::F16, dims).validate().unwrap();
     let plan = |backend: &Device| backend.plan_fwd(&problem, &PlanOptions::default());
 

@@ -10,15 +10,7 @@ use fmha_core::{
     PlanOptions, Shape, ValidFwd,
 };
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 512,
-    seqlen_k: 512,
-    num_heads_q: 4,
-    num_heads_kv: 4,
-    head_dim_qk: 128,
-    head_dim_v: 128,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(512, 512).heads(4, 4).head_dim(128);
 
 fn merged() -> CombineProblem {
     CombineProblem::new(2, DType::F32, DType::Bf16, Shape { batch: 1, seq: 8, head: 2, dim: 64 })

@@ -7,15 +7,7 @@ use fmha_core::{DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, MaskSpec, P
 
 /// Computes 64 rows of one head on `backend`, with values that depend on `salt`; returns the bytes of O.
 fn attend(backend: &Device, stream: &Stream, salt: u64) -> Vec<u8> {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 64,
-        seqlen_k: 64,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(64, 64).heads(1, 1).head_dim(64);
     let problem = FwdProblem::batch(DType::F16, dims).mask(MaskSpec::CAUSAL);
     let plan = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
     let memory = backend.memory();

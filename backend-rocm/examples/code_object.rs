@@ -9,15 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return Err("usage: code_object ARCH DTYPE HEAD_DIM MASK FILE [name=value ...]".into());
     };
     let head_dim = head_dim.parse()?;
-    let dims = Dims {
-        batch: 4,
-        seqlen_q: 8192,
-        seqlen_k: 8192,
-        num_heads_q: 64,
-        num_heads_kv: 8,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    };
+    let dims = Dims::batch(4).seqlens(8192, 8192).heads(64, 8).head_dim(head_dim);
     let mut problem = FwdProblem::batch(dtype.parse()?, dims);
     problem.mask = mask.parse()?;
     problem.write_lse = true;

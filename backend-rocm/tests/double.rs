@@ -11,15 +11,7 @@ use fmha_core::{
 
 mod support;
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 48,
-    seqlen_k: 80,
-    num_heads_q: 2,
-    num_heads_kv: 1,
-    head_dim_qk: 64,
-    head_dim_v: 64,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(48, 80).heads(2, 1).head_dim(64);
 
 /// The emulated device, or a word that it is absent.
 fn device(arch: &str) -> Option<Device> {

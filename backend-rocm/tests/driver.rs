@@ -132,15 +132,7 @@ fn each_architecture_has_its_device_which_says_what_it_is() {
 #[test]
 fn the_backwards_tiles_can_be_tuned() {
     let Some(backend) = device("gfx942") else { return };
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 300,
-        seqlen_k: 500,
-        num_heads_q: 8,
-        num_heads_kv: 4,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let dims = Dims::batch(2).seqlens(300, 500).heads(8, 4).head_dim(128);
     let own = |seqlen_k| {
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, Dims { seqlen_k, ..dims }));
         let problem = problem.validate().unwrap();

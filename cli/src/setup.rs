@@ -166,15 +166,10 @@ impl ProblemArgs {
             3328,
         )?;
 
-        let mut dims = Dims {
-            batch,
-            seqlen_q: q.longest,
-            seqlen_k: k.longest,
-            num_heads_q,
-            num_heads_kv,
-            head_dim_qk,
-            head_dim_v,
-        };
+        let mut dims = Dims::batch(batch)
+            .seqlens(q.longest, k.longest)
+            .heads(num_heads_q, num_heads_kv)
+            .head_dims(head_dim_qk, head_dim_v);
         if self.cache.wants_lengths() && k.used.is_none() {
             let before = self.cache.length_before(k.longest)?;
             k.used = Some(vec![before.cast_signed(); batch as usize]);

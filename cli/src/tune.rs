@@ -477,15 +477,7 @@ mod tests {
 
     #[test]
     fn tiles_that_come_next_are_compiled_but_for_what_the_search_has_come_to() {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 64,
-            seqlen_k: 64,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: 64,
-            head_dim_v: 64,
-        };
+        let dims = Dims::batch(1).seqlens(64, 64).heads(1, 1).head_dim(64);
         let problem = FwdProblem::batch(DType::F16, dims).validate().unwrap();
         let options = PlanOptions::default();
         let (told, heard) = channel();

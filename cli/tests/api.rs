@@ -7,15 +7,7 @@ use fmha::{
 use fmha_core::args::check_fwd;
 use fmha_core::seq::spans;
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 4,
-    seqlen_k: 4,
-    num_heads_q: 2,
-    num_heads_kv: 2,
-    head_dim_qk: 8,
-    head_dim_v: 8,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(4, 4).heads(2, 2).head_dim(8);
 
 /// Result of `spans` for these offsets, for two packed sequences of at most 4 of 8 rows.
 fn said_of(cu_seqlens_q: &[i32]) -> String {

@@ -25,14 +25,8 @@ fn size() -> impl Strategy<Value = u32> {
 }
 
 fn dims() -> impl Strategy<Value = Dims> {
-    (size(), size(), size(), (size(), 1u32..4), size(), size()).prop_map(|(batch, q, k, heads, qk, v)| Dims {
-        batch,
-        seqlen_q: q,
-        seqlen_k: k,
-        num_heads_q: heads.0.wrapping_mul(heads.1),
-        num_heads_kv: heads.0,
-        head_dim_qk: qk,
-        head_dim_v: v,
+    (size(), size(), size(), (size(), 1u32..4), size(), size()).prop_map(|(batch, q, k, heads, qk, v)| {
+        Dims::batch(batch).seqlens(q, k).heads(heads.0.wrapping_mul(heads.1), heads.0).head_dims(qk, v)
     })
 }
 

@@ -28,101 +28,39 @@ impl EnvVar {
     }
 }
 
-/// How many threads the CPU backend uses.
-pub const NUM_THREADS: EnvVar = EnvVar {
-    name: "FMHA_NUM_THREADS",
-    meaning: "threads of the CPU backend, at most eight a core (default: one a core)",
-};
+/// Declares each variable, and the list of all.
+macro_rules! variables {
+    ($($constant:ident = $name:literal, $meaning:literal;)*) => {
+        $(#[doc = $meaning] pub const $constant: EnvVar = EnvVar { name: $name, meaning: $meaning };)*
 
-/// Which instructions the CPU backend may use.
-pub const CPU_ISA: EnvVar = EnvVar {
-    name: "FMHA_CPU_ISA",
-    meaning: "highest instruction set of the CPU backend: amx, avx512bf16, avx512vbmi, avx512, avx2, neon, portable",
-};
+        /// Every variable, in the order of the README's table.
+        pub const ALL: &[EnvVar] = &[$($constant),*];
+    };
+}
 
-/// Path of NVRTC.
-pub const NVRTC: EnvVar =
-    EnvVar { name: "FMHA_NVRTC", meaning: "path of the NVRTC library (default: searched for)" };
-
-/// Folder of compiled kernels.
-pub const CACHE_DIR: EnvVar = EnvVar {
-    name: "FMHA_CACHE_DIR",
-    meaning: "folder of the cache of compiled kernels, at most 2 GiB, or none (default: fmha in the user's cache folder)",
-};
-
-/// Files of compiled kernels that a process loads.
-pub const BUNDLE: EnvVar =
-    EnvVar { name: "FMHA_BUNDLE", meaning: "files of compiled kernels, as `fmha bundle` writes them" };
-
-/// Folder to which compiled kernels are written, for people to read.
-pub const DUMP: EnvVar =
-    EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
-
-/// Which device is emulated where the program chooses none.
-pub const EMULATE: EnvVar = EnvVar {
-    name: "FMHA_EMULATE",
-    meaning: "architecture that `auto` emulates (sm_90a, gfx942); of a test double that is opened without one, its devices'",
-};
-
-/// Which clang compiles AMD kernels.
-pub const HIP_CLANG: EnvVar = EnvVar {
-    name: "FMHA_HIP_CLANG",
-    meaning: "clang that compiles kernels for AMD (default: clang-22, clang, ROCm's, then hipRTC)",
-};
-
-/// Folder of the emulator's driver library.
-pub const EMULATOR_DIR: EnvVar = EnvVar {
-    name: "FMHA_EMULATOR_DIR",
-    meaning: "folder of the emulators' driver libraries (default: the source tree's, built when asked for, or beside the program)",
-};
-
-/// Secret that the ranks of a job share.
-pub const DIST_SECRET: EnvVar = EnvVar {
-    name: "FMHA_DIST_SECRET",
-    meaning: "secret that the ranks of a job prove to each other, at least 16 bytes, the same on all (default: none)",
-};
-
-/// Address at which a rank listens.
-pub const DIST_LISTEN: EnvVar = EnvVar {
-    name: "FMHA_DIST_LISTEN",
-    meaning: "address of this host at which a rank listens (default: that by which it reaches rank 0)",
-};
-
-/// How long the tests try random input.
-pub const FUZZ_SECONDS: EnvVar = EnvVar {
-    name: "FMHA_FUZZ_SECONDS",
-    meaning: "seconds, about, that each test of random input takes (default: 1)",
-};
-
-/// How many plans of drawn problems a test compiles.
-pub const DRAWN_PLANS: EnvVar = EnvVar {
-    name: "FMHA_DRAWN_PLANS",
-    meaning: "COUNT or SEED:COUNT of drawn problems whose plans the tests compile (default: 300)",
-};
-
-/// Number of random calls that the tests make through each binding.
-pub const DRAWN: EnvVar = EnvVar {
-    name: "FMHA_DRAWN",
-    meaning: "COUNT or SEED:COUNT of drawn problems that the tests hand to each door (default: 120)",
-};
-
-/// Every variable, in the order of the README's table.
-pub const ALL: &[EnvVar] = &[
-    NUM_THREADS,
-    CPU_ISA,
-    NVRTC,
-    HIP_CLANG,
-    CACHE_DIR,
-    BUNDLE,
-    DUMP,
-    EMULATE,
-    EMULATOR_DIR,
-    DIST_SECRET,
-    DIST_LISTEN,
-    FUZZ_SECONDS,
-    DRAWN_PLANS,
-    DRAWN,
-];
+variables! {
+    NUM_THREADS = "FMHA_NUM_THREADS", "threads of the CPU backend, at most eight a core (default: one a core)";
+    CPU_ISA = "FMHA_CPU_ISA",
+        "highest instruction set of the CPU backend: amx, avx512bf16, avx512vbmi, avx512, avx2, neon, portable";
+    NVRTC = "FMHA_NVRTC", "path of the NVRTC library (default: searched for)";
+    HIP_CLANG = "FMHA_HIP_CLANG", "clang that compiles kernels for AMD (default: clang-22, clang, ROCm's, then hipRTC)";
+    CACHE_DIR = "FMHA_CACHE_DIR",
+        "folder of the cache of compiled kernels, at most 2 GiB, or none (default: fmha in the user's cache folder)";
+    BUNDLE = "FMHA_BUNDLE", "files of compiled kernels, as `fmha bundle` writes them";
+    DUMP = "FMHA_DUMP", "folder for each kernel's source, log, resources and metadata";
+    EMULATE = "FMHA_EMULATE",
+        "architecture that `auto` emulates (sm_90a, gfx942); of a test double that is opened without one, its devices'";
+    EMULATOR_DIR = "FMHA_EMULATOR_DIR",
+        "folder of the emulators' driver libraries (default: the source tree's, built when asked for, or beside the program)";
+    DIST_SECRET = "FMHA_DIST_SECRET",
+        "secret that the ranks of a job prove to each other, at least 16 bytes, the same on all (default: none)";
+    DIST_LISTEN = "FMHA_DIST_LISTEN",
+        "address of this host at which a rank listens (default: that by which it reaches rank 0)";
+    FUZZ_SECONDS = "FMHA_FUZZ_SECONDS", "seconds, about, that each test of random input takes (default: 1)";
+    DRAWN_PLANS = "FMHA_DRAWN_PLANS",
+        "COUNT or SEED:COUNT of drawn problems whose plans the tests compile (default: 300)";
+    DRAWN = "FMHA_DRAWN", "COUNT or SEED:COUNT of drawn problems that the tests hand to each door (default: 120)";
+}
 
 #[cfg(test)]
 mod tests {

@@ -13,15 +13,7 @@ use crate::{DType, Dims, FwdProblem, ValidBwd, ValidCombine, ValidFwd};
 
 /// Two queries over four keys, in f32.
 pub(crate) fn problem() -> ValidFwd {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 2,
-        seqlen_k: 4,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(2, 4).heads(1, 1).head_dim(8);
     FwdProblem::batch(DType::F32, dims).validate().expect("a sound problem")
 }
 

@@ -14,15 +14,7 @@ use fmha_core::{
 
 use support::{bwd_args, input, output};
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 3,
-    seqlen_k: 5,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 8,
-    head_dim_v: 8,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(3, 5).heads(4, 2).head_dim(8);
 
 fn args() -> FwdArgs<'static> {
     FwdArgs::new(input(0x10000, 192), input(0x20000, 160), input(0x30000, 160), output(0x40000, 192))
@@ -265,15 +257,7 @@ fn fused(dims: Dims) -> [Fused; 5] {
 #[test]
 fn gradients_in_any_fused_buffer_are_apart_and_one_element_nearer_collide() {
     let small = Dims { seqlen_k: 3, ..DIMS };
-    let large = Dims {
-        batch: 7,
-        seqlen_q: 4099,
-        seqlen_k: 4099,
-        num_heads_q: 48,
-        num_heads_kv: 8,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let large = Dims::batch(7).seqlens(4099, 4099).heads(48, 8).head_dim(128);
     let mha = |dims: Dims| Dims { num_heads_kv: dims.num_heads_q, ..dims };
     for dims in [small, mha(small), large, mha(large)] {
         for dtype in [DType::F32, DType::Bf16] {
@@ -348,15 +332,7 @@ fn an_append_may_write_keys_and_values_that_lie_in_turns() {
 
 #[test]
 fn what_may_share_a_byte_and_would_take_too_long_to_know_is_refused_in_these_words() {
-    let dims = Dims {
-        batch: 3000,
-        seqlen_q: 3000,
-        seqlen_k: 1,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 1,
-        head_dim_v: 1,
-    };
+    let dims = Dims::batch(3000).seqlens(3000, 1).heads(1, 1).head_dim(1);
     let problem = FwdProblem::batch(DType::F32, dims)
         .strides_q(Strides { batch: 100_000_000_000_007, seq: 30_000_000_013, head: 0, dim: 1 })
         .strides_o(Strides { batch: 100_000_007_000_043, seq: 30_000_037_001, head: 0, dim: 1 });
@@ -805,15 +781,7 @@ fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
 
 #[test]
 fn a_slice_of_another_type_is_refused_by_its_name_and_both_types() {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 1,
-        seqlen_k: 1,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(1, 1).heads(1, 1).head_dim(8);
     let problem = FwdProblem::batch(DType::Bf16, dims).write_lse(true).seqused_k(true);
     let problem = problem.validate().unwrap();
     let (wide, narrow, halves) = ([0f32; 8], [half::bf16::ZERO; 8], [half::f16::ZERO; 8]);

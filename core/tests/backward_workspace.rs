@@ -13,15 +13,7 @@ use fmha_core::{
 
 use support::bwd_args;
 
-const DIMS: Dims = Dims {
-    batch: 3,
-    seqlen_q: 70,
-    seqlen_k: 9,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 8,
-    head_dim_v: 8,
-};
+const DIMS: Dims = Dims::batch(3).seqlens(70, 9).heads(4, 2).head_dim(8);
 
 #[test]
 fn each_part_is_bound_behind_the_one_before() {

@@ -111,15 +111,7 @@ fn masks_agree() {
 /// A batch axis, packed rows, and pages of every small size.
 #[test]
 fn keys_lie_in_the_same_places() {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 3,
-        seqlen_k: 7,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 4,
-        head_dim_v: 4,
-    };
+    let dims = Dims::batch(2).seqlens(3, 7).heads(1, 1).head_dim(4);
     let (cu_seqlens_k, seqused_k, table): (_, _, [i32; 14]) =
         ([0, 4, 11], [5, 7], [9, 3, 0, 8, 2, 3, 1, 7, 6, 9, 9, 4, 5, 0]);
     let mut program =

@@ -180,15 +180,7 @@ fn named(error: &ProblemError) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 3,
-    seqlen_k: 5,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 8,
-    head_dim_v: 8,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(3, 5).heads(4, 2).head_dim(8);
 
 /// A field, the text that its refusal must contain, and a function that makes the mistake.
 type Wrong<P> = (&'static str, &'static str, fn(&mut P));
@@ -522,15 +514,7 @@ fn every_wrong_combine_problem_is_refused_by_field_and_number() {
 /// Sizes whose product is 0 modulo 2^64 are refused by their field.
 #[test]
 fn a_count_that_would_wrap_is_refused_by_its_field() {
-    let dims = Dims {
-        batch: 1 << 14,
-        seqlen_q: 1 << 10,
-        seqlen_k: 1 << 28,
-        num_heads_q: 1 << 12,
-        num_heads_kv: 1 << 12,
-        head_dim_qk: 1 << 10,
-        head_dim_v: 1,
-    };
+    let dims = Dims::batch(1 << 14).seqlens(1 << 10, 1 << 28).heads(1 << 12, 1 << 12).head_dims(1 << 10, 1);
     let none = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
     let contiguous = FwdProblem::batch(DType::F16, dims).validate().unwrap_err();
     assert_eq!(contiguous.field, "k");
@@ -551,15 +535,7 @@ fn a_count_that_would_wrap_is_refused_by_its_field() {
 #[test]
 fn constructors_take_any_numbers_and_validation_refuses_them() {
     let most = u32::MAX;
-    let dims = Dims {
-        batch: most,
-        seqlen_q: most,
-        seqlen_k: most,
-        num_heads_q: most,
-        num_heads_kv: most,
-        head_dim_qk: most,
-        head_dim_v: most,
-    };
+    let dims = Dims::batch(most).seqlens(most, most).heads(most, most).head_dim(most);
     for dims in [dims, Dims { num_heads_kv: 0, ..dims }] {
         for problem in [FwdProblem::batch(DType::F16, dims), FwdProblem::group(DType::F16, dims)] {
             assert!(problem.gqa_ratio() <= 1);
@@ -578,15 +554,7 @@ fn constructors_take_any_numbers_and_validation_refuses_them() {
 
 #[test]
 fn a_tile_beyond_the_longest_sequence_has_indices_of_31_bits() {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 1,
-        seqlen_k: MAX_SEQLEN + 1,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(1, MAX_SEQLEN + 1).heads(1, 1).head_dim(8);
     let error = FwdProblem::batch(DType::F16, dims).validate().unwrap_err();
     assert_eq!(error.text, "seqlen_k 2147418113 is larger than 2147418112");
     FwdProblem::batch(DType::F16, Dims { seqlen_k: MAX_SEQLEN, ..dims }).validate().unwrap();

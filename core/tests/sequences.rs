@@ -10,15 +10,7 @@ use fmha_core::{
     SeqArgs, Totals,
 };
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 4,
-    seqlen_k: 6,
-    num_heads_q: 3,
-    num_heads_kv: 1,
-    head_dim_qk: 8,
-    head_dim_v: 8,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(4, 6).heads(3, 1).head_dim(8);
 
 #[test]
 fn packed_sequences_lie_one_after_another_and_so_do_their_rows_of_lse() {

@@ -20,9 +20,7 @@
 //! use fmha::{Backend, DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, MaskSpec};
 //! use fmha_dist::{FwdPlan, Options, Partition, Problem, threads};
 //!
-//! let dims = Dims {
-//!     batch: 1, seqlen_q: 100, seqlen_k: 100, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
-//! };
+//! let dims = Dims::batch(1).seqlens(100, 100).heads(2, 1).head_dim(8);
 //! let whole = FwdProblem::batch(DType::F32, dims).mask(MaskSpec::CAUSAL);
 //! let problem = Problem::new(whole, Partition::zig_zag(100, 3));
 //! let groups = threads(3, Duration::from_secs(10));

@@ -76,15 +76,10 @@ impl Case {
             vec![(length(20), length(20))]
         };
         let most = |side: fn(&(u32, u32)) -> u32| sequences.iter().map(side).max().unwrap();
-        let dims = Dims {
-            batch: if is_packed { 3 } else { 1 + draw.below(2) as u32 },
-            seqlen_q: most(|rows| rows.0),
-            seqlen_k: most(|rows| rows.1),
-            num_heads_q: heads.0,
-            num_heads_kv: heads.1,
-            head_dim_qk: 8,
-            head_dim_v: 8,
-        };
+        let dims = Dims::batch(if is_packed { 3 } else { 1 + draw.below(2) as u32 })
+            .seqlens(most(|rows| rows.0), most(|rows| rows.1))
+            .heads(heads.0, heads.1)
+            .head_dim(8);
         let new = if is_packed { FwdProblem::group } else { FwdProblem::batch };
         let band = draw.of(&["0", "0", "b", "t:40,20", "b:30,9,2"]);
         let mut problem = new(DType::F32, dims).write_lse(true).mask(band.parse().unwrap());
@@ -542,15 +537,7 @@ fn a_cache_over_ranks_is_asked_as_on_one_device() {
 #[test]
 fn operands_that_do_not_fit_are_named_on_every_rank() {
     let mask = |text: &str| text.parse::<Function>().unwrap();
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 64,
-        seqlen_k: 64,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(64, 64).heads(2, 1).head_dim(8);
     let plain = FwdProblem::batch(DType::F32, dims).write_lse(true);
     let of = |problem: &FwdProblem, options: &Options, edit: &(dyn Fn(&mut FwdArgs<'_>) + Sync)| {
         let problem = Problem::new(problem.clone(), Partition::contiguous(64, 2));

@@ -42,15 +42,8 @@ struct Pair {
 
 fn pairs() -> Vec<Pair> {
     let of = |queries: u32, mask: &str| {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: queries,
-            seqlen_k: ROWS,
-            num_heads_q: HEADS as u32,
-            num_heads_kv: HEADS as u32,
-            head_dim_qk: DIM as u32,
-            head_dim_v: DIM as u32,
-        };
+        let dims =
+            Dims::batch(1).seqlens(queries, ROWS).heads(HEADS as u32, HEADS as u32).head_dim(DIM as u32);
         FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()).write_lse(true)
     };
     let call = |whole: FwdProblem, backward, seed| {

@@ -25,15 +25,7 @@ const DATA: Data =
 
 fn problem(scheme: Scheme, ranks: u32) -> Problem {
     let decodes = scheme == Scheme::Decode;
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: if decodes { 2 } else { 24 },
-        seqlen_k: 24,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = Dims::batch(1).seqlens(if decodes { 2 } else { 24 }, 24).heads(4, 2).head_dim(8);
     let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
     let keys = Partition::zig_zag(24, ranks);
     let queries = if decodes { Partition::replicated(2, ranks) } else { keys.clone() };

@@ -104,15 +104,7 @@ fn device() -> Option<Device> {
 }
 
 fn whole() -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: TOKENS,
-        seqlen_k: TOKENS,
-        num_heads_q: HEADS[0],
-        num_heads_kv: HEADS[1],
-        head_dim_qk: DIM,
-        head_dim_v: DIM,
-    };
+    let dims = Dims::batch(1).seqlens(TOKENS, TOKENS).heads(HEADS[0], HEADS[1]).head_dim(DIM);
     FwdProblem::batch(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true)
 }
 

@@ -21,15 +21,7 @@ use fmha_dist::{
 const SHORT: Duration = Duration::from_millis(600);
 
 fn dims() -> Dims {
-    Dims {
-        batch: 1,
-        seqlen_q: 48,
-        seqlen_k: 48,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 16,
-        head_dim_v: 16,
-    }
+    Dims::batch(1).seqlens(48, 48).heads(4, 2).head_dim(16)
 }
 
 fn problem(ranks: u32) -> Problem {

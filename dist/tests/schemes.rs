@@ -17,15 +17,7 @@ const PLACEMENT: fmha_conformance::memory::Placement = fmha_conformance::memory:
 const DATA: Data = Data { init: Init::Normal, seed: 7, room: Room { placement: PLACEMENT, shift: 0 } };
 
 fn dims(seqlens: (u32, u32), heads: (u32, u32)) -> Dims {
-    Dims {
-        batch: 2,
-        seqlen_q: seqlens.0,
-        seqlen_k: seqlens.1,
-        num_heads_q: heads.0,
-        num_heads_kv: heads.1,
-        head_dim_qk: 24,
-        head_dim_v: 16,
-    }
+    Dims::batch(2).seqlens(seqlens.0, seqlens.1).heads(heads.0, heads.1).head_dims(24, 16)
 }
 
 fn plain(seqlens: (u32, u32), heads: (u32, u32)) -> FwdProblem {

@@ -57,15 +57,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         if emulate.is_some() && causal != (dim == 64) {
             continue;
         }
-        let dims = Dims {
-            batch,
-            seqlen_q: seqlen,
-            seqlen_k: seqlen,
-            num_heads_q: heads,
-            num_heads_kv: heads,
-            head_dim_qk: dim,
-            head_dim_v: dim,
-        };
+        let dims = Dims::batch(batch).seqlens(seqlen, seqlen).heads(heads, heads).head_dim(dim);
         let table = climb(&device, &kernels, Problem::new(&device, dims, causal)?)?;
         println!("\n{}\n{}", table.title(), table.lines());
         tables.push(table);

@@ -75,15 +75,10 @@ pub(crate) struct Attention {
 
 /// One problem for every step: at most so many requests, and of each as many tokens as a step has at most.
 fn problem(room: Room) -> FwdProblem {
-    let dims = Dims {
-        batch: room.slots,
-        seqlen_q: room.tokens.min(MAX_LEN),
-        seqlen_k: MAX_LEN,
-        num_heads_q: HEADS_Q,
-        num_heads_kv: HEADS_KV,
-        head_dim_qk: HEAD_DIM,
-        head_dim_v: HEAD_DIM,
-    };
+    let dims = Dims::batch(room.slots)
+        .seqlens(room.tokens.min(MAX_LEN), MAX_LEN)
+        .heads(HEADS_Q, HEADS_KV)
+        .head_dim(HEAD_DIM);
     let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: PAGE }, DType::F16, dims);
     (problem.mask, problem.layout.seqused_k) = (MaskSpec::CAUSAL, true);
     problem.cache.append = Some(Append::packed(&problem, dims.seqlen_q));

@@ -53,15 +53,7 @@ struct Decode {
 
 impl Decode {
     fn new(device: &Device, batch: u32, longest: u32) -> Result<Self, Error> {
-        let dims = Dims {
-            batch,
-            seqlen_q: 1,
-            seqlen_k: longest,
-            num_heads_q: HEADS.0,
-            num_heads_kv: HEADS.1,
-            head_dim_qk: HEAD_DIM,
-            head_dim_v: HEAD_DIM,
-        };
+        let dims = Dims::batch(batch).seqlens(1, longest).heads(HEADS.0, HEADS.1).head_dim(HEAD_DIM);
         let mut problem = FwdProblem::batch(DType::F16, dims);
         problem.layout.seqused_k = true;
         let plan = device.plan_fwd(&problem.validate()?, &PlanOptions::default())?;

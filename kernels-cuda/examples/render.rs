@@ -1,9 +1,8 @@
-//! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry, its
-//! headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields are those of
-//! `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
-//! `Sm100Tile` (over MXFP8 with `scales=mxfp8`), with `kernel=sm90_mla`
-//! those of `Sm90MlaTile`, with `kernel=sm100_mla` those of `Sm100MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and
-//! the folder is for the check of registers alone.
+//! Renders kernels for inspection, and for the check of registers by `bench/nvrtc.py`: one folder a kernel, with its
+//! entry, its headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input; what is not named has its
+//! default. `kernel=` is `sm90`, `sm90_mla`, `sm80`, `sm100` (over MXFP8 with `scales=mxfp8`), `sm100_mla`, or of
+//! Hopper's backward `main`, `preprocess`, `postprocess`, `head_sums`, `repair` or `dbias`; other fields are those of
+//! the spec and of that kernel's tile. `stored=` is the type of a narrower cache.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
 
@@ -13,13 +12,12 @@ use std::path::{Path, PathBuf};
 
 use fmha_core::fields::Fields as _;
 use fmha_core::source::KernelSource;
-use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
-use fmha_core::{DType, MaskKind, QLayout};
+use fmha_core::spec::{BiasKind, BwdSpec, KvKind};
+use fmha_core::{DType, MaskKind, QLayout, VLayout};
 use fmha_kernels_cuda::sm80::{self, Room};
-use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 use fmha_kernels_cuda::sm90_mla::{self, Sm90MlaTile};
-use fmha_kernels_cuda::sm100;
 use fmha_kernels_cuda::sm100_mla::{self, Sm100MlaTile};
+use fmha_kernels_cuda::{sm90, sm90_bwd, sm100};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(std::env::args().nth(1).ok_or("usage: render FOLDER < kernels.txt")?);
@@ -28,29 +26,43 @@ fn main() -> Result<(), Box<dyn Error>> {
     for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
         let mut words = line.split_whitespace();
         let name = words.next().ok_or("a line has no name")?;
-        let fields: Vec<(&str, &str)> = words.filter_map(|word| word.split_once('=')).collect();
-        let mut spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Full);
-        let mut of_spec = Vec::new();
-        for &(field, value) in &fields {
-            of_spec.push(set_spec(&mut spec, field, value)?);
+        let (source, meta) = rendered(words).map_err(|why| format!("{name}: {why}"))?;
+        write(&out.join(name), &source, &meta)?;
+    }
+    Ok(())
+}
+
+/// The text of a line's kernel, and its `meta.txt`.
+fn rendered<'a>(words: impl Iterator<Item = &'a str>) -> Result<(KernelSource, String), Box<dyn Error>> {
+    let mut spec = BwdSpec::plain(DType::Bf16, 128, MaskKind::Full);
+    let (mut kernel, mut scaled, mut stored, mut of_tile) = ("sm90", false, None, Vec::new());
+    for (field, value) in words.filter_map(|word| word.split_once('=')) {
+        match field {
+            "kernel" => kernel = value,
+            "scales" => scaled = value == "mxfp8",
+            "stored" => stored = Some(value.parse::<DType>()?),
+            _ if set_spec(&mut spec, field, value)? => {}
+            _ => of_tile.push((field, value)),
         }
-        if fields.contains(&("kernel", "sm100")) {
-            let scaled = fields.contains(&("scales", "mxfp8"));
-            let mut tile = sm100::default_tile(&spec);
-            if scaled {
-                tile = tile.with_scales(&spec, 32);
+    }
+    let fwd = spec.fwd;
+    let (source, arch) = match kernel {
+        "sm90" => {
+            let mut tile = sm90::default_tile(&fwd);
+            for (field, value) in of_tile {
+                tile.set(field, value)?;
             }
-            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
-                if !of_spec && field != "kernel" && field != "scales" {
-                    tile.set(field, value)?;
-                }
+            if fwd.kv_layout == KvKind::Paged && tile.copy_bytes == 0 {
+                (tile.page_keys, tile.block_m) = (16, tile.block_m.min(128));
             }
-            tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
-            let kernel = if scaled { sm100::fwd_scaled } else { sm100::fwd };
-            write(&out.join(name), &kernel(&spec, &tile), "arch=sm_100a\n")?;
-            continue;
+            if let Some(stored) = stored {
+                tile = tile.over_narrow_cache(stored);
+                tile.take_raw_stages(&fwd)?;
+            }
+            tile.check(&fwd, 2)?;
+            (sm90::fwd(&fwd, &tile), "sm_90a")
         }
-        if fields.contains(&("kernel", "sm90_mla")) {
+        "sm90_mla" => {
             let mut tile = Sm90MlaTile {
                 two_caches: false,
                 row_bytes: 0,
@@ -58,26 +70,45 @@ fn main() -> Result<(), Box<dyn Error>> {
                 cluster: 1,
                 lazy_rescale_log2: 8,
                 vector_store: true,
-                v_in_k: (spec.head_dim_qk, spec.head_dim_v) == (576, 512),
-                stored: spec.dtype_qk,
+                v_in_k: (fwd.head_dim_qk, fwd.head_dim_v) == (576, 512),
+                stored: stored.unwrap_or(fwd.dtype_qk),
                 listed: false,
                 split_keys: 0,
                 fold_parts: 1,
                 shares: 0,
             };
-            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
+            for (field, value) in of_tile {
                 match field {
-                    "kernel" => {}
-                    "stored" => tile.stored = value.parse()?,
                     "v_in_k" => tile.v_in_k = value == "1",
-                    _ if of_spec => {}
                     _ => tile.set(field, value)?,
                 }
             }
-            write(&out.join(name), &sm90_mla::fwd(&spec, &tile), "arch=sm_90a\n")?;
-            continue;
+            (sm90_mla::fwd(&fwd, &tile), "sm_90a")
         }
-        if fields.contains(&("kernel", "sm100_mla")) {
+        "sm80" => {
+            let mut tile = sm80::default_tile(&fwd, Room { smem_bytes: 232_448, num_sms: 132 });
+            for (field, value) in of_tile {
+                tile.set(field, value)?;
+            }
+            if let Some(stored) = stored {
+                (tile.stored, tile.converts_fp8) = (stored, true);
+            }
+            tile.check()?;
+            (sm80::fwd(&fwd, &tile), "sm_90a")
+        }
+        "sm100" => {
+            let mut tile = sm100::default_tile(&fwd);
+            if scaled {
+                tile = tile.with_scales(&fwd, 32);
+            }
+            for (field, value) in of_tile {
+                tile.set(field, value)?;
+            }
+            tile.check(&fwd, 2)?;
+            let kernel = if scaled { sm100::fwd_scaled } else { sm100::fwd };
+            (kernel(&fwd, &tile), "sm_100a")
+        }
+        "sm100_mla" => {
             let mut tile = Sm100MlaTile {
                 by_tma: true,
                 box_keys: 64,
@@ -87,65 +118,32 @@ fn main() -> Result<(), Box<dyn Error>> {
                 listed: false,
                 two_caches: false,
                 row_bytes: 0,
-                stored: spec.dtype_qk,
+                stored: fwd.dtype_qk,
             };
-            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
-                if !of_spec && field != "kernel" {
-                    tile.set(field, value)?;
-                }
+            for (field, value) in of_tile {
+                tile.set(field, value)?;
             }
-            write(&out.join(name), &sm100_mla::fwd(&spec, &tile), "arch=sm_100a\n")?;
-            continue;
+            (sm100_mla::fwd(&fwd, &tile), "sm_100a")
         }
-        if fields.contains(&("kernel", "sm80")) {
-            let mut tile = sm80::default_tile(&spec, Room { smem_bytes: 232_448, num_sms: 132 });
-            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
-                match field {
-                    "kernel" => {}
-                    "stored" => (tile.stored, tile.converts_fp8) = (value.parse()?, true),
-                    _ if of_spec => {}
-                    _ => tile.set(field, value)?,
-                }
+        _ => {
+            let mut tile = sm90_bwd::default_tile(&spec);
+            for (field, value) in of_tile {
+                tile.set_field(field, value)?;
             }
-            tile.check().map_err(|why| format!("{name}: {why}"))?;
-            write(&out.join(name), &sm80::fwd(&spec, &tile), "arch=sm_90a\n")?;
-            continue;
+            tile.check(&spec)?;
+            let source = match kernel {
+                "main" => sm90_bwd::main(&spec, &tile),
+                "preprocess" => sm90_bwd::preprocess(&spec, &tile),
+                "postprocess" => sm90_bwd::postprocess(&spec, &tile),
+                "head_sums" => sm90_bwd::head_sums(&spec, &tile),
+                "repair" => sm90_bwd::repair(&spec, &tile),
+                "dbias" => sm90_bwd::dbias(&spec, &tile.of_dbias()),
+                other => return Err(format!("kernel {other}").into()),
+            };
+            (source, "sm_90a")
         }
-        let mut tile = sm90::default_tile(&spec);
-        for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
-            if field != "stored" && !set_tile(&mut tile, field, value)? && !of_spec {
-                return Err(format!("{name}: no field {field} in FwdSpec or Sm90Tile").into());
-            }
-        }
-        if spec.kv_layout == KvKind::Paged && tile.copy_bytes == 0 {
-            (tile.page_keys, tile.block_m) = (16, tile.block_m.min(128));
-        }
-        if let Some((_, stored)) = fields.iter().find(|(field, _)| *field == "stored") {
-            tile = tile.over_narrow_cache(stored.parse()?);
-            tile.take_raw_stages(&spec)?;
-        }
-        tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
-        let meta = format!(
-            "threads={}\nsmem={}\nblock_m={}\nq_rows={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\ncluster_heads={}\n\
-             dependent_launch={}\nbias_stages={}\nbox_bias={}\n",
-            tile.num_threads(),
-            tile.smem_bytes(&spec),
-            tile.block_m,
-            tile.q_rows(),
-            tile.block_n,
-            Sm90Tile::box_dim(spec.head_dim_qk, spec.dtype_qk),
-            Sm90Tile::box_dim(spec.head_dim_v, spec.dtype_v),
-            i32::from(tile.pack_gqa),
-            tile.order,
-            tile.cluster,
-            i32::from(tile.cluster_heads),
-            i32::from(tile.dependent_launch),
-            tile.bias_stages,
-            tile.bias_box()[0],
-        );
-        write(&out.join(name), &sm90::fwd(&spec, &tile), &meta)?;
-    }
-    Ok(())
+    };
+    Ok((source, format!("arch={arch}\n")))
 }
 
 fn write(folder: &Path, source: &KernelSource, meta: &str) -> Result<(), Box<dyn Error>> {
@@ -159,65 +157,42 @@ fn write(folder: &Path, source: &KernelSource, meta: &str) -> Result<(), Box<dyn
     Ok(())
 }
 
-fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dyn Error>> {
+/// Sets a field of the spec; false where the spec has none of this name.
+fn set_spec(spec: &mut BwdSpec, field: &str, value: &str) -> Result<bool, Box<dyn Error>> {
+    let (fwd, on) = (&mut spec.fwd, value == "1");
     match field {
         "dtype" => {
             let dtype: DType = value.parse()?;
-            (spec.dtype_qk, spec.dtype_v, spec.dtype_o) = (dtype, dtype, dtype);
+            (fwd.dtype_qk, fwd.dtype_v, fwd.dtype_o, spec.dtype_grad) = (dtype, dtype, dtype, dtype);
         }
-        "dtype_v" => spec.dtype_v = value.parse()?,
-        "dtype_o" => spec.dtype_o = value.parse()?,
-        "dim" => (spec.head_dim_qk, spec.head_dim_v) = (value.parse()?, value.parse()?),
-        "dim_v" => spec.head_dim_v = value.parse()?,
+        "dtype_v" => fwd.dtype_v = value.parse()?,
+        "dtype_o" => fwd.dtype_o = value.parse()?,
+        "dtype_grad" => spec.dtype_grad = value.parse()?,
+        "dbias" => (spec.write_dbias, spec.dtype_dbias) = (true, value.parse()?),
+        "dim" => (fwd.head_dim_qk, fwd.head_dim_v) = (value.parse()?, value.parse()?),
+        "dim_v" => fwd.head_dim_v = value.parse()?,
         "mask" => {
-            spec.mask = match value {
+            fwd.mask = match value {
                 "Full" => MaskKind::Full,
                 "Upper" => MaskKind::Upper,
                 "Band" => MaskKind::Band,
                 _ => return Err(format!("mask {value}").into()),
             };
         }
-        "paged" => spec.kv_layout = KvKind::Paged,
-        "group" => {
-            (spec.q_layout, spec.kv_layout) = match value {
-                "1" => (QLayout::Packed, KvKind::Packed),
-                _ => (QLayout::Batch, KvKind::Strided),
-            };
-        }
-        "dropout" => spec.dropout = value == "1",
-        "v_columns" => {
-            spec.v_layout =
-                if value == "1" { fmha_core::VLayout::ColMajor } else { fmha_core::VLayout::RowMajor };
-        }
-        "sink_columns" => spec.sink_columns = value == "1",
-        "softcap" => spec.softcap = value == "1",
-        "sink" => spec.sink = value == "1",
-        "negative_scale" => spec.negative_scale = value == "1",
-        "write_lse" => spec.write_lse = value == "1",
-        "bias" => {
-            spec.bias = BiasKind::Elementwise;
-            match value {
-                "alibi" => spec.bias = BiasKind::Alibi,
-                dtype => spec.dtype_bias = dtype.parse()?,
-            }
-        }
+        "paged" => fwd.kv_layout = KvKind::Paged,
+        "group" if on => (fwd.q_layout, fwd.kv_layout) = (QLayout::Packed, KvKind::Packed),
+        "group" => (fwd.q_layout, fwd.kv_layout) = (QLayout::Batch, KvKind::Strided),
+        "v_columns" => fwd.v_layout = if on { VLayout::ColMajor } else { VLayout::RowMajor },
+        "dropout" => fwd.dropout = on,
+        "sink_columns" => fwd.sink_columns = on,
+        "softcap" => fwd.softcap = on,
+        "sink" => (fwd.sink, spec.write_dsink) = (on, on),
+        "deterministic" => spec.deterministic = on,
+        "negative_scale" => fwd.negative_scale = on,
+        "write_lse" => fwd.write_lse = on,
+        "bias" if value == "alibi" => fwd.bias = BiasKind::Alibi,
+        "bias" => (fwd.bias, fwd.dtype_bias) = (BiasKind::Elementwise, value.parse()?),
         _ => return Ok(false),
     }
-    Ok(true)
-}
-
-/// The short names are those of older plans.
-fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<dyn Error>> {
-    let field = match field {
-        "lazy" => "lazy_rescale_log2",
-        "anchor" => "wait_anchor",
-        "pack" => "pack_gqa",
-        "vector" => "vector_store",
-        other => other,
-    };
-    if !Sm90Tile::fields().iter().any(|known| known.name == field) {
-        return Ok(false);
-    }
-    tile.set(field, value)?;
     Ok(true)
 }

@@ -298,15 +298,7 @@ mod tests {
     use crate::sm90_mla::{DIM_QK, DIM_V};
 
     fn latent(batch: u32, heads: u32, seqlen_k: u32) -> FwdProblem {
-        let dims = Dims {
-            batch,
-            seqlen_q: 1,
-            seqlen_k,
-            num_heads_q: heads,
-            num_heads_kv: 1,
-            head_dim_qk: DIM_QK,
-            head_dim_v: DIM_V,
-        };
+        let dims = Dims::batch(batch).seqlens(1, seqlen_k).heads(heads, 1).head_dims(DIM_QK, DIM_V);
         let mut problem = FwdProblem::batch(DType::Bf16, dims);
         (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
         problem

@@ -242,10 +242,7 @@ impl Sm80Tile {
     pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
         if self.unites {
             let rows = self.block_m - self.block_m % problem.gqa_ratio().cast_signed().max(1);
-            return TileSchedule::new(
-                problem,
-                UnitOfWork { rows, heads: 1, pack_gqa: true, kv_parts: 1 },
-            );
+            return TileSchedule::new(problem, UnitOfWork { rows, heads: 1, pack_gqa: true, kv_parts: 1 });
         }
         let kv_parts = self.cut().num_parts(problem);
         if problem.walks_lists() {
@@ -358,7 +355,8 @@ impl Sm80Tile {
         self.row_bytes = lists::row_bytes(problem);
         self.block_in_page = blocks_in_pages(problem, self.block_n);
         self.stored = problem.stored_k();
-        self.list_words = if self.unites { lists::words_of_union(problem, self.block_m, self.block_n) } else { 0 };
+        self.list_words =
+            if self.unites { lists::words_of_union(problem, self.block_m, self.block_n) } else { 0 };
     }
 
     /// Whether the kernel can be compiled so.

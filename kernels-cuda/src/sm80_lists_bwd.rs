@@ -248,15 +248,7 @@ mod tests {
             for smem_bytes in [101_376, 166_912, 232_448] {
                 let room = Room { smem_bytes, num_sms: 132 };
                 let tile = |batch| {
-                    let dims = Dims {
-                        batch,
-                        seqlen_q: 4,
-                        seqlen_k: 4096,
-                        num_heads_q: 64,
-                        num_heads_kv: 1,
-                        head_dim_qk: qk,
-                        head_dim_v: v,
-                    };
+                    let dims = Dims::batch(batch).seqlens(4, 4096).heads(64, 1).head_dims(qk, v);
                     let problem = FwdProblem::batch(DType::Bf16, dims);
                     let lists = KeyLists::new(&problem, 64);
                     let problem = BwdProblem::new(problem.lists(lists));

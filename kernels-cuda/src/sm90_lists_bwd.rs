@@ -102,15 +102,7 @@ mod tests {
     use super::*;
 
     fn latent(dim_qk: u32, heads: u32) -> BwdProblem {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 4096,
-            seqlen_k: 65536,
-            num_heads_q: heads,
-            num_heads_kv: 1,
-            head_dim_qk: dim_qk,
-            head_dim_v: DIM_V,
-        };
+        let dims = Dims::batch(1).seqlens(4096, 65536).heads(heads, 1).head_dims(dim_qk, DIM_V);
         let problem = FwdProblem::batch(DType::Bf16, dims);
         let lists = KeyLists::new(&problem, 2048);
         BwdProblem::new(problem.lists(lists))

@@ -386,15 +386,7 @@ mod tests {
     use super::*;
 
     fn cached(batch: u32, seqlen_q: u32, seqlen_k: u32, heads: (u32, u32)) -> FwdProblem {
-        let dims = Dims {
-            batch,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: heads.0,
-            num_heads_kv: heads.1,
-            head_dim_qk: 128,
-            head_dim_v: 128,
-        };
+        let dims = Dims::batch(batch).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dim(128);
         let mut problem = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL);
         problem.cache.dtype = Some(DType::E4m3Fn);
         problem

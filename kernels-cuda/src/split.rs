@@ -565,15 +565,7 @@ mod tests {
     use super::*;
 
     fn decode(batch: u32, heads: u32, seqlen_k: u32) -> FwdProblem {
-        let dims = Dims {
-            batch,
-            seqlen_q: 1,
-            seqlen_k,
-            num_heads_q: heads,
-            num_heads_kv: 1,
-            head_dim_qk: 128,
-            head_dim_v: 128,
-        };
+        let dims = Dims::batch(batch).seqlens(1, seqlen_k).heads(heads, 1).head_dim(128);
         FwdProblem::batch(DType::Bf16, dims)
     }
 

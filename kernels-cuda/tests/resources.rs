@@ -1107,15 +1107,7 @@ fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>
 fn list_kernels(room: Room) -> Vec<(String, KernelSource)> {
     let mut kernels = Vec::new();
     for (heads, heads_kv, dim_qk, dim_v) in [(128, 1, 576, 512), (16, 1, 576, 512), (64, 4, 128, 128)] {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 4096,
-            seqlen_k: 65536,
-            num_heads_q: heads,
-            num_heads_kv: heads_kv,
-            head_dim_qk: dim_qk,
-            head_dim_v: dim_v,
-        };
+        let dims = Dims::batch(1).seqlens(4096, 65536).heads(heads, heads_kv).head_dims(dim_qk, dim_v);
         let plain = FwdProblem::batch(DType::Bf16, dims);
         let lists = KeyLists::new(&plain, 2048);
         let mut problem = plain.lists(lists);
@@ -1273,15 +1265,7 @@ fn hopper_list_gradients() -> Vec<(String, KernelSource)> {
         ("576_f16", 576, DType::F16, DType::F16),
         ("576_f32", 576, DType::Bf16, DType::F32),
     ] {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 4096,
-            seqlen_k: 65536,
-            num_heads_q: 128,
-            num_heads_kv: 1,
-            head_dim_qk: dim_qk,
-            head_dim_v: 512,
-        };
+        let dims = Dims::batch(1).seqlens(4096, 65536).heads(128, 1).head_dims(dim_qk, 512);
         let plain = FwdProblem::batch(dtype, dims);
         let lists = KeyLists::new(&plain, 2048);
         let problem = BwdProblem::new(plain.lists(lists)).dtype_grad(dtype_grad);
@@ -1296,15 +1280,7 @@ fn two_cache_kernels(room: Room, is_hopper: bool) -> Vec<(String, KernelSource)>
     for (heads, heads_kv, dim_qk, dim_v) in
         [(128, 1, 512, 512), (128, 1, 576, 512), (16, 1, 576, 512), (64, 4, 128, 128)]
     {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 4096,
-            seqlen_k: 65536,
-            num_heads_q: heads,
-            num_heads_kv: heads_kv,
-            head_dim_qk: dim_qk,
-            head_dim_v: dim_v,
-        };
+        let dims = Dims::batch(1).seqlens(4096, 65536).heads(heads, heads_kv).head_dims(dim_qk, dim_v);
         let mut problem = FwdProblem::batch(DType::Bf16, dims).sink(true);
         if heads_kv == 1 {
             (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
@@ -1338,15 +1314,10 @@ fn kernels_of_rows_of_bytes(room: Room, is_hopper: bool) -> Vec<(String, KernelS
         (CacheRows::Bytes584, 128, false),
         (CacheRows::Bytes656, 16, true),
     ] {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 4096,
-            seqlen_k: 65536,
-            num_heads_q: heads,
-            num_heads_kv: 1,
-            head_dim_qk: rows.head_dim_qk(),
-            head_dim_v: CacheRows::HEAD_DIM_V,
-        };
+        let dims = Dims::batch(1)
+            .seqlens(4096, 65536)
+            .heads(heads, 1)
+            .head_dims(rows.head_dim_qk(), CacheRows::HEAD_DIM_V);
         let layout = KvLayout::Paged { page_size: 64 };
         let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::Bf16, dims).sink(true);
         problem = problem.v_in_k(true).cache_rows(rows);
@@ -1487,15 +1458,7 @@ fn every_kernel_over_lists_compiles_without_spills() {
 
 /// A problem with a score and a mask as code, each empty where there is none; they capture `slopes` and `ids`.
 fn of_functions(dim: u32, score: &str, mask: &str) -> FwdProblem {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 8192,
-        seqlen_k: 8192,
-        num_heads_q: 16,
-        num_heads_kv: 16,
-        head_dim_qk: dim,
-        head_dim_v: dim,
-    };
+    let dims = Dims::batch(2).seqlens(8192, 8192).heads(16, 16).head_dim(dim);
     let function = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
     let captured = [("slopes", score), ("ids", mask)].into_iter().filter(|(name, text)| text.contains(name));
     FwdProblem::batch(DType::Bf16, dims)

@@ -162,15 +162,7 @@ mod tests {
     use super::*;
 
     fn problem(seqlen: u32, mask: &str) -> FwdProblem {
-        let dims = Dims {
-            batch: 4,
-            seqlen_q: seqlen,
-            seqlen_k: seqlen,
-            num_heads_q: 32,
-            num_heads_kv: 8,
-            head_dim_qk: 128,
-            head_dim_v: 128,
-        };
+        let dims = Dims::batch(4).seqlens(seqlen, seqlen).heads(32, 8).head_dim(128);
         let mut problem = FwdProblem::batch(DType::Bf16, dims);
         problem.mask = mask.parse().unwrap();
         problem

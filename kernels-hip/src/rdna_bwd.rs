@@ -111,15 +111,7 @@ mod tests {
         let heads = 2;
         BwdProblem::new(FwdProblem::batch(
             DType::Bf16,
-            Dims {
-                batch: 1,
-                seqlen_q,
-                seqlen_k,
-                num_heads_q: heads,
-                num_heads_kv: heads,
-                head_dim_qk,
-                head_dim_v,
-            },
+            Dims::batch(1).seqlens(seqlen_q, seqlen_k).heads(heads, heads).head_dims(head_dim_qk, head_dim_v),
         ))
     }
 

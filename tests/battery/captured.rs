@@ -389,15 +389,7 @@ pub fn run_beside_intervals(device: &Device, options: &PlanOptions) -> Result<()
 }
 
 /// Odd extents, none of which is a multiple of a tile.
-const ODD: Dims = Dims {
-    batch: 2,
-    seqlen_q: 37,
-    seqlen_k: 53,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 24,
-    head_dim_v: 16,
-};
+const ODD: Dims = Dims::batch(2).seqlens(37, 53).heads(4, 2).head_dims(24, 16);
 
 /// Runs every `step`-th check with f32 operands.
 ///

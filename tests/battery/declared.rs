@@ -9,8 +9,8 @@ use crate::law::LawKind;
 pub struct Declared {
     /// Backends with this refusal, by [`fmha_core::Device::kind`].
     pub backends: &'static [&'static str],
-    /// Which kernels may refuse, each when it is named; empty: any.
-    pub kernels: &'static [&'static str],
+    /// Which kernels may refuse, by spaces, each when it is named; empty: any.
+    pub kernels: &'static str,
     /// Whether a slow kernel supports the case: it may then be refused only if fallbacks are not allowed, or one
     /// kernel is named.
     pub slowly: bool,
@@ -45,52 +45,44 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
 }
 
 /// Kernels that compute no score function and no mask function.
-const CODELESS: &[&str] = &[
-    "sm90_mla",
-    "sm80_widened",
-    "sm90_widened",
-    "sm100_mla",
-    "sm100_widened",
-    "sm100_mla_widened",
-    "cdna_decode",
-    "cdna_widened",
-    "rdna_decode",
-    "rdna_widened",
-];
+const CODELESS: &str = "sm90_mla sm80_widened sm90_widened sm100_mla sm100_widened sm100_mla_widened cdna_decode \
+    cdna_widened rdna_decode rdna_widened";
+
+/// A refusal of CUDA's kernels, whatever they are.
+const ON_CUDA: Declared =
+    Declared { backends: &["cuda"], kernels: "", slowly: false, what: "", applies: |_, _| false };
+const ON_ROCM: Declared = Declared { backends: &["rocm"], ..ON_CUDA };
+const ON_GPUS: Declared = Declared { backends: &["cuda", "rocm"], ..ON_CUDA };
+
+/// A refusal of fast kernels, where a slow one serves.
+const SLOW_ON_CUDA: Declared = Declared { slowly: true, ..ON_CUDA };
+const SLOW_ON_ROCM: Declared = Declared { slowly: true, ..ON_ROCM };
+const SLOW_ON_GPUS: Declared = Declared { slowly: true, ..ON_GPUS };
 
 /// All declared refusals. The CPU backend supports the whole contract and has none.
 pub const DECLARED: &[Declared] = &[
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &[],
-        slowly: true,
         what: "scales by blocks are the slow kernel's",
         applies: |_, problem| problem.is_some_and(|p| p.block_scales.is_some()),
+        ..SLOW_ON_GPUS
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &[],
-        slowly: false,
         what: "masks as data beside scales by blocks are Blackwell's and the CPU's, forward",
         applies: |case, problem| {
             matches!(case.body, Body::Forward(_))
                 && problem.is_some_and(|p| p.block_scales.is_some() && !p.masks.is_empty())
         },
+        ..ON_GPUS
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &[],
-        slowly: false,
         what: "gradients of packed queries beside scales by blocks are the CPU's",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_))
                 && problem.is_some_and(|p| p.block_scales.is_some() && p.layout.q == QLayout::Packed)
         },
+        ..ON_GPUS
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: true,
         what: "rows of bytes in pages that begin on no dwords are the slow kernel's",
         applies: |_, problem| {
             problem.is_some_and(|p| {
@@ -98,18 +90,15 @@ pub const DECLARED: &[Declared] = &[
                 p.cache.rows.is_some() && (p.strides.k.batch % 4 != 0 || second % 4 != 0)
             })
         },
+        ..SLOW_ON_ROCM
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &["cdna_fwd", "cdna_widened", "rdna_fwd", "rdna_widened"],
-        slowly: false,
+        kernels: "cdna_fwd cdna_widened rdna_fwd rdna_widened",
         what: "rows of bytes and second caches are the decode kernels'",
         applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some() || p.second.is_some()),
+        ..ON_ROCM
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: true,
         what: "rows of bytes in pages that are no whole 16 bytes apart are the slow kernel's",
         applies: |_, problem| {
             problem.is_some_and(|p| {
@@ -117,18 +106,15 @@ pub const DECLARED: &[Declared] = &[
                 p.cache.rows.is_some() && (p.strides.k.batch % 16 != 0 || second % 16 != 0)
             })
         },
+        ..SLOW_ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "sm100_mla_widened", "simt_widened"],
-        slowly: false,
+        kernels: "sm90 sm90_widened sm100 sm100_widened sm100_mla_widened simt_widened",
         what: "rows of bytes of a latent cache are sm80's, sm90_mla's and sm100_mla's",
         applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some()),
+        ..ON_CUDA
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: true,
         what: "lists of keys in FP8, gradients over them on RDNA, and second caches are the slow kernel's",
         applies: |case, problem| {
             let is_gradient = matches!(case.body, Body::Backward(_));
@@ -136,11 +122,9 @@ pub const DECLARED: &[Declared] = &[
                 p.walks_lists() && (is_gradient || p.dtypes.qk.is_fp8() || p.second.is_some())
             })
         },
+        ..SLOW_ON_ROCM
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &[],
-        slowly: true,
         what: "lists of keys beside what needs positions, and in f32, are the slow kernel's",
         applies: |_, problem| {
             problem.is_some_and(|p| {
@@ -148,52 +132,45 @@ pub const DECLARED: &[Declared] = &[
                 p.walks_lists() && (needs_positions || p.dtypes.qk == DType::F32)
             })
         },
+        ..SLOW_ON_GPUS
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &["cdna_fwd", "cdna_bwd", "cdna_widened", "rdna_fwd", "rdna_bwd", "rdna_widened"],
-        slowly: false,
+        kernels: "cdna_fwd cdna_bwd cdna_widened rdna_fwd rdna_bwd rdna_widened",
         what: "lists of keys are the decode kernels', and gradients over them cdna_lists'",
         applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
+        ..ON_ROCM
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "sm100_mla_widened"],
-        slowly: false,
+        kernels: "sm90 sm90_widened sm100 sm100_widened sm100_mla_widened",
         what: "lists of keys are sm80's, and sm90_mla's and sm100_mla's of wide rows",
         applies: |_, problem| problem.is_some_and(FwdProblem::walks_lists),
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm90_mla", "sm100_mla"],
-        slowly: false,
+        kernels: "sm90_mla sm100_mla",
         what: "lists of keys in rows of 256 or fewer elements, and gradients over them, are sm80's",
         applies: |case, problem| {
             let is_narrow = problem.is_some_and(|p| p.walks_lists() && p.dims.head_dim_qk <= 256);
             is_narrow
                 || matches!(case.body, Body::Backward(_)) && problem.is_some_and(FwdProblem::walks_lists)
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm80"],
-        slowly: false,
+        kernels: "sm80",
         what: "gradients over lists of keys are sm80_lists'",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_)) && problem.is_some_and(FwdProblem::walks_lists)
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &["simt"],
-        slowly: false,
+        kernels: "simt",
         what: "lists of keys in caches of FP8 beside 16 bits are not the slow kernel's",
         applies: |_, problem| problem.is_some_and(|p| p.walks_lists() && p.cache.dtype.is_some()),
+        ..ON_GPUS
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: false,
         what: "lists of keys in caches of FP8 of AMD's types are the CPU backend's",
         applies: |_, problem| {
             problem.is_some_and(|p| {
@@ -201,34 +178,28 @@ pub const DECLARED: &[Declared] = &[
                 p.walks_lists() && cache.is_some()
             })
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: false,
         what: "second caches of FP8 beside 16 bits are the CPU backend's",
         applies: |_, problem| problem.is_some_and(|p| p.second.is_some() && p.cache.dtype.is_some()),
+        ..ON_ROCM
     },
     Declared {
-        backends: &["cuda", "rocm"],
         kernels: CODELESS,
-        slowly: false,
         what: "a score or a mask as code is not in every kernel",
         applies: |_, problem| problem.is_some_and(|p| !p.code.is_empty()),
+        ..ON_GPUS
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm90", "sm100"],
-        slowly: false,
+        kernels: "sm90 sm100",
         what: "a score or a mask as code is in Hopper's and Blackwell's backward to head dimension 128, a mask without an order of additions: sm80 has all",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| !p.code.is_empty())
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: false,
         what: "masks as data beside a score or a mask as code are sm80's but for full lists beside a mask, sm90's and sm100's where no mask reads the head, else the CPU backend's",
         applies: |_, problem| {
             let is_slow = uses(problem, |dtype| dtype == DType::F32 || dtype.is_fp8());
@@ -237,96 +208,76 @@ pub const DECLARED: &[Declared] = &[
             };
             problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty() && (is_slow || of_sm80(p)))
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &["simt"],
-        slowly: false,
+        kernels: "simt",
         what: "masks as data beside a score or a mask as code are not the slow kernel's",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
+        ..ON_ROCM
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: false,
         what: "masks as data beside a score or a mask as code, in f32 or FP8 or over pages, are the CPU backend's",
         applies: |_, problem| {
             let is_slow = uses(problem, |dtype| dtype == DType::F32 || dtype.is_fp8())
                 || problem.is_some_and(|p| p.layout.kv.page_size().is_some());
             is_slow && problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty())
         },
+        ..ON_ROCM
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: true,
         what: "masks as data are read by sm80, by sm90, by sm100 and by the slow kernels",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
+        ..SLOW_ON_CUDA
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &["cdna_decode", "cdna_widened", "rdna_decode", "rdna_widened"],
-        slowly: false,
+        kernels: "cdna_decode cdna_widened rdna_decode rdna_widened",
         what: "masks as data are read by AMD's tile kernels and by the slow ones",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
+        ..ON_ROCM
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &["cdna_fwd", "cdna_bwd", "rdna_fwd", "rdna_bwd"],
-        slowly: true,
+        kernels: "cdna_fwd cdna_bwd rdna_fwd rdna_bwd",
         what: "masks as data over pages are the slow kernel's",
         applies: |_, problem| {
             problem.is_some_and(|p| !p.masks.is_empty() && p.layout.kv.page_size().is_some())
         },
+        ..SLOW_ON_ROCM
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &[],
-        slowly: true,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
+        ..SLOW_ON_GPUS
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: true,
         what: "NVIDIA computes in the OCP FP8 types, not in FNUZ",
         applies: |_, problem| uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz)),
+        ..SLOW_ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: true,
         what: "Hopper's kernel takes ALiBi's slope from scores that are not scaled: a scale below 1e-30 is simt's",
         applies: |_, problem| problem.is_some_and(alibi_beside_a_tiny_scale),
+        ..SLOW_ON_CUDA
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &[],
-        slowly: true,
         what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
         applies: dropout_between_quads,
+        ..SLOW_ON_GPUS
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: true,
         what: "gfx942 computes in the FNUZ FP8 types, gfx950 and gfx1201 in OCP, gfx90a and gfx1100 in none",
         applies: |_, problem| uses(problem, DType::is_fp8),
+        ..SLOW_ON_ROCM
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &[],
-        slowly: false,
         what: "f32 rows are not appended, turned or seen by a tree mask",
         applies: |case, problem| {
             uses(problem, |dtype| dtype == DType::F32) && updates_the_cache(case, problem)
         },
+        ..ON_GPUS
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm90"],
-        slowly: false,
+        kernels: "sm90",
         what: "appends, rotary embedding, tree masks, and FP8 caches beside 16 bits that TMA does not bring in words of 16: sm80 and sm90_widened take them",
         applies: |case, problem| {
             let Some(read) = problem.map(|p| {
@@ -338,84 +289,64 @@ pub const DECLARED: &[Declared] = &[
             };
             updates_the_cache(case, Some(&read)) || problem.is_some_and(is_no_box_of_a_narrow_cache)
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[
-            "sm90_mla",
-            "sm80_widened",
-            "sm90_widened",
-            "sm100_widened",
-            "sm100_mla",
-            "sm100_mla_widened",
-        ],
-        slowly: false,
+        kernels: "sm90_mla sm80_widened sm90_widened sm100_widened sm100_mla sm100_mla_widened",
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks other kernels take",
         applies: updates_the_cache,
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda", "rocm"],
-        kernels: &["sm80", "sm90", "sm90_mla", "sm100", "sm100_mla", "simt"],
-        slowly: false,
+        kernels: "sm80 sm90 sm90_mla sm100 sm100_mla simt",
         what: "FP8 caches with scales by rows are widened before, or read by AMD's decode kernels",
         applies: |_, problem| problem.is_some_and(|p| p.cache.scales.is_some()),
+        ..ON_GPUS
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: false,
         what: "FP8 caches with scales by rows of more than 256 elements: most kernels of 16-bit rows that are widened before are narrower",
         applies: |_, problem| {
             problem
                 .is_some_and(|p| p.cache.scales.is_some() && p.dims.head_dim_qk.max(p.dims.head_dim_v) > 256)
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm100", "sm100_mla"],
-        slowly: false,
+        kernels: "sm100 sm100_mla",
         what: "FP8 caches beside 16 bits are widened before (sm100_widened, sm100_mla_widened), but for lists of keys",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some() && !p.walks_lists()),
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["simt"],
-        slowly: false,
+        kernels: "simt",
         what: "FP8 caches beside 16 bits and tree masks are other kernels'",
         applies: |_, problem| problem.is_some_and(is_no_plain_cache),
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: false,
         what: "FP8 caches in FNUZ, or with a column-major V: they are widened from OCP, along their rows",
         applies: |_, problem| {
             let is_col_major = problem.is_some_and(|p| p.layout.v == VLayout::ColMajor);
             let cache = problem.and_then(|p| p.cache.dtype);
             cache.is_some_and(|cache| is_col_major || matches!(cache, DType::E4m3Fnuz | DType::E5m2Fnuz))
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &[],
-        slowly: false,
         what: "a cache of FP8 or under a tree mask with a V wider than 256 and not of 384, 512 or 576",
         applies: |_, problem| {
             let dim = problem.map_or(0, |p| p.dims.head_dim_v);
             dim > 256 && ![384, 512, 576].contains(&dim) && problem.is_some_and(is_no_plain_cache)
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &["cdna_fwd", "rdna_fwd", "simt"],
-        slowly: false,
+        kernels: "cdna_fwd rdna_fwd simt",
         what: "FP8 caches are the decode kernels', or widened before",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
+        ..ON_ROCM
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: false,
         what: "FP8 caches with dropout or rows wider than 576 and 512 are no kernel's but the CPU's",
         applies: |_, problem| {
             problem.is_some_and(|p| {
@@ -423,20 +354,18 @@ pub const DECLARED: &[Declared] = &[
                 p.cache.dtype.is_some() && (is_wide || p.drops() || p.dropout.write_keep_mask)
             })
         },
+        ..ON_ROCM
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm90"],
-        slowly: false,
+        kernels: "sm90",
         what: "a packed column-major V: a sequence's keys begin at any element, boxes of TMA at multiples of 16 bytes",
         applies: |_, problem| {
             problem.is_some_and(|p| p.layout.v == VLayout::ColMajor && p.layout.kv == KvLayout::Packed)
         },
+        ..ON_CUDA
     },
     Declared {
-        backends: &["rocm", "cuda"],
-        kernels: &["cdna_widened", "rdna_widened", "sm80_widened", "sm100_widened", "sm100_mla_widened"],
-        slowly: false,
+        kernels: "cdna_widened rdna_widened sm80_widened sm100_widened sm100_mla_widened",
         what: "rows that a forward kernel reads as they lie: a launch before it brings FP8 caches that lie as Q does, and no others",
         applies: |case, problem| {
             let is_one = problem.is_some_and(|problem| {
@@ -449,13 +378,13 @@ pub const DECLARED: &[Declared] = &[
             });
             !is_one || matches!(&case.body, Body::Law(law) if law.kind == LawKind::WidenedCache)
         },
+        ..ON_GPUS
     },
     Declared {
-        backends: &["cuda"],
-        kernels: &["sm90_widened"],
-        slowly: false,
+        kernels: "sm90_widened",
         what: "rows that sm90 reads as they lie: sm90_widened brings caches of FP8 or in another layout than Q's, and no others",
         applies: is_no_cache_to_widen,
+        ..ON_CUDA
     },
 ];
 
@@ -494,7 +423,9 @@ pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static
     let slow_serves = options.allow_fallback && kernel.is_none();
     let refuses = |declared: &&Declared| {
         let of_kernel = match kernel {
-            Some(kernel) => declared.kernels.is_empty() || declared.kernels.contains(&kernel),
+            Some(kernel) => {
+                declared.kernels.is_empty() || declared.kernels.split_whitespace().any(|one| one == kernel)
+            }
             None => declared.kernels.is_empty(),
         };
         declared.backends.contains(&backend)

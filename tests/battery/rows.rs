@@ -323,15 +323,10 @@ impl View {
         let sequences = self.sequences();
         let most = |at: usize| sequences.iter().map(|sequence| sequence[at]).max().unwrap_or(0);
         let spare = if self.keys == Keys::Packed { 0 } else { self.spare };
-        let dims = Dims {
-            batch: sequences.len() as u32,
-            seqlen_q: most(0),
-            seqlen_k: most(1) + spare,
-            num_heads_q: story.heads[0],
-            num_heads_kv: story.heads[1],
-            head_dim_qk: story.dims[0],
-            head_dim_v: story.dims[1],
-        };
+        let dims = Dims::batch(sequences.len() as u32)
+            .seqlens(most(0), most(1) + spare)
+            .heads(story.heads[0], story.heads[1])
+            .head_dims(story.dims[0], story.dims[1]);
         let mut problem = if self.packed {
             FwdProblem::group(story.dtype, dims)
         } else {

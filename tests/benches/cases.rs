@@ -14,15 +14,7 @@ use fmha_core::work::Work;
 use fmha_core::{BwdProblem, DType, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 fn square(seqlen: u32, dtype: DType, mask: MaskSpec) -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: seqlen,
-        seqlen_k: seqlen,
-        num_heads_q: 8,
-        num_heads_kv: 8,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let dims = Dims::batch(1).seqlens(seqlen, seqlen).heads(8, 8).head_dim(128);
     let mut problem = FwdProblem::batch(dtype, dims);
     (problem.mask, problem.write_lse) = (mask, true);
     problem

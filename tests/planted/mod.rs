@@ -27,9 +27,11 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields)]
 pub(crate) struct Fault {
     pub(crate) what: String,
+    #[serde(default)]
     pub(crate) arch: String,
     pub(crate) kernel: Option<String>,
     pub(crate) tile: Option<String>,
+    #[serde(default)]
     pub(crate) header: String,
     /// Text that stands once in the header (or in line `line`, from 1), and the text that is put there.
     pub(crate) text: String,

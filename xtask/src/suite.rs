@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use crate::doc_tests;
-use crate::kernels::{QUICK, ROWS, Row};
+use crate::kernels::ROWS;
 use crate::platforms;
 use crate::python;
 use crate::setup;
@@ -260,18 +260,17 @@ fn steps(
         steps.push(Step::tests(name.clone(), words, folder.clone()));
     }
     let fmha = setup::target().join("release/fmha").display().to_string();
-    let rows: &[Row] = if extent == Extent::Quick {
+    let is_quick = extent == Extent::Quick;
+    if is_quick {
         let words = ["conformance", "--backend", "cpu", "--deal", SLICE].map(str::to_owned);
         let words = std::iter::once(fmha.clone()).chain(words).collect();
         steps.push(Step::battery(format!("cpu, part {SLICE}"), words, Vec::new()));
         tally.say("absent: all but a slice of the tests: cargo xtask test");
-        QUICK
     } else {
         steps.push(doc_tests::step(environment, tally));
         steps.extend(platforms::steps(all, tally));
-        ROWS
-    };
-    for row in rows {
+    }
+    for row in ROWS.iter().filter(|row| (row.in_quick.deal > 0) == is_quick) {
         if row.backend == "cuda" && !environment.iter().any(|(name, _)| name == "FMHA_NVRTC") {
             tally.say(&format!("absent: {}: it needs NVRTC", row.name()));
             continue;
@@ -280,7 +279,11 @@ fn steps(
             tally.say(&format!("absent: {}: it needs {}", row.name(), setup::CLANG));
             continue;
         }
-        let cases = if all { row.in_all } else { row.in_test };
+        let cases = match extent {
+            Extent::Quick => row.in_quick,
+            Extent::Test => row.in_test,
+            Extent::All { .. } => row.in_all,
+        };
         steps.extend(row.step(cases, &fmha));
         if let Some(line) = row.left_out().filter(|_| extent == Extent::Test) {
             tally.say(&line);

@@ -25,15 +25,8 @@ fn of_call<T>(
     change: fn(&mut FwdProblem),
     look: impl FnOnce(&Shared<'_>) -> T,
 ) -> T {
-    let dims = Dims {
-        batch: lengths.len() as u32,
-        seqlen_q: 60,
-        seqlen_k: 70,
-        num_heads_q: RATIO * HEADS_KV,
-        num_heads_kv: HEADS_KV,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims =
+        Dims::batch(lengths.len() as u32).seqlens(60, 70).heads(RATIO * HEADS_KV, HEADS_KV).head_dim(8);
     let mut fwd = FwdProblem::batch(DType::F32, dims);
     let broadcast = BiasBroadcast::BatchHead;
     let strides = Strides::bhsd(fwd.shape_bias(broadcast));
@@ -115,15 +108,7 @@ fn every_row_of_dbias_is_in_one_task() {
 #[test]
 fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     fn differentiates<S: Simd>(s: S) {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 43,
-            seqlen_k: 50,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: 10,
-            head_dim_v: 7,
-        };
+        let dims = Dims::batch(1).seqlens(43, 50).heads(1, 1).head_dims(10, 7);
         let mut fwd = FwdProblem::batch(DType::F32, dims);
         let strides = Strides::bhsd(fwd.shape_bias(BiasBroadcast::OneHead));
         let bias = ElementwiseBias { dtype: DType::F32, broadcast: BiasBroadcast::OneHead, strides };

@@ -64,15 +64,7 @@ impl Operands {
 }
 
 fn problem(dtype: DType, seqlens: (u32, u32), heads: u32, dims: (u32, u32), mask: &str) -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: seqlens.0,
-        seqlen_k: seqlens.1,
-        num_heads_q: heads,
-        num_heads_kv: 1,
-        head_dim_qk: dims.0,
-        head_dim_v: dims.1,
-    };
+    let dims = Dims::batch(1).seqlens(seqlens.0, seqlens.1).heads(heads, 1).head_dims(dims.0, dims.1);
     let mut problem = FwdProblem::batch(dtype, dims);
     (problem.mask, problem.write_lse, problem.dtypes.o) = (mask.parse().unwrap(), true, DType::F32);
     problem

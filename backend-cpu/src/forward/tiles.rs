@@ -300,15 +300,7 @@ mod tests {
     }
 
     fn problem(seqlen_q: u32, seqlen_k: u32, dims: (u32, u32), mask: &str) -> FwdProblem {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: dims.0,
-            head_dim_v: dims.1,
-        };
+        let dims = Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(2, 1).head_dims(dims.0, dims.1);
         let mut problem = FwdProblem::batch(DType::Bf16, dims);
         (problem.mask, problem.write_lse) = (mask.parse().unwrap(), true);
         problem

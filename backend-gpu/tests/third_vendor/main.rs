@@ -391,15 +391,7 @@ fn open(has_device: bool) -> (Device, Arc<Mutex<Vec<String>>>) {
     (Device::new(backend), log)
 }
 
-const DIMS: Dims = Dims {
-    batch: 1,
-    seqlen_q: 2,
-    seqlen_k: 2,
-    num_heads_q: 1,
-    num_heads_kv: 1,
-    head_dim_qk: 4,
-    head_dim_v: 4,
-};
+const DIMS: Dims = Dims::batch(1).seqlens(2, 2).heads(1, 1).head_dim(4);
 
 fn problem(dtype: DType) -> ValidFwd {
     FwdProblem::batch(dtype, DIMS).validate().unwrap()

@@ -10,15 +10,7 @@ use std::process::Command;
 use fmha_core::{AnyProblem, Device, Dims, PlanOptions, ValidBwd, ValidFwd};
 
 /// A problem that fills no tile.
-pub(crate) const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 300,
-    seqlen_k: 500,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 128,
-    head_dim_v: 128,
-};
+pub(crate) const DIMS: Dims = Dims::batch(2).seqlens(300, 500).heads(4, 2).head_dim(128);
 
 /// The code object of a forward plan's kernel: an ELF for the device's architecture.
 pub(crate) fn code_object(device: &Device, problem: &ValidFwd, options: &PlanOptions) -> Vec<u8> {

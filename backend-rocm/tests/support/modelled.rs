@@ -17,15 +17,7 @@ const F8F6F4_UNCOUNTED: f64 = 8.0;
 
 const COLUMNS: &str = "arch\tcall\tvgprs\tagprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tmfma_percent\tvalu_passes\tsimd_percent\n";
 /// Long sequences of many heads.
-const DIMS: Dims = Dims {
-    batch: 4,
-    seqlen_q: 8192,
-    seqlen_k: 8192,
-    num_heads_q: 64,
-    num_heads_kv: 8,
-    head_dim_qk: 128,
-    head_dim_v: 128,
-};
+const DIMS: Dims = Dims::batch(4).seqlens(8192, 8192).heads(64, 8).head_dim(128);
 
 /// Whether the two tools are there.
 pub(crate) fn tools_are_there() -> bool {

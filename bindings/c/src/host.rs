@@ -86,15 +86,10 @@ impl Given {
 /// As [`Given::read`].
 unsafe fn forward(given: &FmhaProblem, mask: MaskSpec) -> Result<FwdProblem> {
     none("reserved", given.reserved)?;
-    let dims = Dims {
-        batch: size("batch", given.batch)?,
-        seqlen_q: size("seqlen_q", given.seqlen_q)?,
-        seqlen_k: size("seqlen_k", given.seqlen_k)?,
-        num_heads_q: size("num_heads_q", given.num_heads_q)?,
-        num_heads_kv: size("num_heads_kv", given.num_heads_kv)?,
-        head_dim_qk: size("head_dim_qk", given.head_dim_qk)?,
-        head_dim_v: size("head_dim_v", given.head_dim_v)?,
-    };
+    let dims = Dims::batch(size("batch", given.batch)?)
+        .seqlens(size("seqlen_q", given.seqlen_q)?, size("seqlen_k", given.seqlen_k)?)
+        .heads(size("num_heads_q", given.num_heads_q)?, size("num_heads_kv", given.num_heads_kv)?)
+        .head_dims(size("head_dim_qk", given.head_dim_qk)?, size("head_dim_v", given.head_dim_v)?);
     let (q_layout, kv_layout) = layouts(given)?;
     // SAFETY: the caller keeps the contract of `forward`.
     let (scale, softcap) = unsafe { (given.softmax_scale.as_ref(), given.softcap.as_ref()) };

@@ -36,181 +36,14 @@ typedef struct Field {
 
 #define FIELD(type, field, kind) {#field, offsetof(type, field), sizeof(((type *)0)->field), kind}
 #define STRIDES(type, field, kind) {#field, offsetof(type, field), sizeof(FmhaStrides), kind}
+// A struct with its size and nothing else.
+#define NEW(type, name) type name = {.struct_bytes = sizeof(type)}
 #define COUNT(fields) (sizeof(fields) / sizeof *(fields))
 
-static const Field PROBLEM[] = {
-    FIELD(FmhaProblem, struct_bytes, BYTES),
-    FIELD(FmhaProblem, batch, SIZE),
-    FIELD(FmhaProblem, seqlen_q, SIZE),
-    FIELD(FmhaProblem, seqlen_k, SIZE),
-    FIELD(FmhaProblem, num_heads_q, SIZE),
-    FIELD(FmhaProblem, num_heads_kv, SIZE),
-    FIELD(FmhaProblem, head_dim_qk, SIZE),
-    FIELD(FmhaProblem, head_dim_v, SIZE),
-    FIELD(FmhaProblem, page_size, SIZE),
-    STRIDES(FmhaProblem, q, STRIDE),
-    STRIDES(FmhaProblem, k, STRIDE),
-    STRIDES(FmhaProblem, v, STRIDE),
-    STRIDES(FmhaProblem, o, STRIDE),
-    STRIDES(FmhaProblem, bias, STRIDE),
-    FIELD(FmhaProblem, mask, TEXT),
-    FIELD(FmhaProblem, softmax_scale, NUMBER),
-    FIELD(FmhaProblem, softcap, NUMBER),
-    // Structs of their own, with tables of their own.
-    FIELD(FmhaProblem, gradients, FREE),
-    FIELD(FmhaProblem, cache, FREE),
-    FIELD(FmhaProblem, part, FREE),
-    FIELD(FmhaProblem, code, FREE),
-    FIELD(FmhaProblem, lists, FREE),
-    FIELD(FmhaProblem, masks, FREE),
-    FIELD(FmhaProblem, block_scales, FREE),
-    FIELD(FmhaProblem, second, FREE),
-    FIELD(FmhaProblem, p_drop, PROBABILITY),
-    FIELD(FmhaProblem, dtype_qk, CODE),
-    FIELD(FmhaProblem, dtype_v, CODE),
-    FIELD(FmhaProblem, dtype_o, CODE),
-    FIELD(FmhaProblem, dtype_bias, CODE),
-    FIELD(FmhaProblem, v_layout, CODE),
-    FIELD(FmhaProblem, bias_kind, CODE),
-    FIELD(FmhaProblem, packed_q, CODE),
-    FIELD(FmhaProblem, packed_k, CODE),
-    FIELD(FmhaProblem, seqused_q, CODE),
-    FIELD(FmhaProblem, seqused_k, CODE),
-    FIELD(FmhaProblem, sink, CODE),
-    FIELD(FmhaProblem, descale_q, CODE),
-    FIELD(FmhaProblem, descale_k, CODE),
-    FIELD(FmhaProblem, descale_v, CODE),
-    FIELD(FmhaProblem, scale_o, CODE),
-    FIELD(FmhaProblem, write_lse, CODE),
-    FIELD(FmhaProblem, write_keep_mask, CODE),
-    FIELD(FmhaProblem, row_max, CODE),
-    FIELD(FmhaProblem, head_max, CODE),
-    FIELD(FmhaProblem, key_sum, CODE),
-    FIELD(FmhaProblem, reserved, CODE),
-};
+// Tables of fields that are named as the header names them, and that are wrong as others of their type.
+#include "fields.h"
 
-static const Field ARGS[] = {
-    FIELD(FmhaArgs, struct_bytes, BYTES),
-    FIELD(FmhaArgs, stream, FREE),
-    FIELD(FmhaArgs, q, POINTER),
-    FIELD(FmhaArgs, k, POINTER),
-    FIELD(FmhaArgs, v, POINTER),
-    FIELD(FmhaArgs, o, POINTER),
-    FIELD(FmhaArgs, bias, POINTER),
-    FIELD(FmhaArgs, lse, POINTER),
-    FIELD(FmhaArgs, keep_mask, POINTER),
-    FIELD(FmhaArgs, row_max, POINTER),
-    FIELD(FmhaArgs, head_max, POINTER),
-    FIELD(FmhaArgs, key_sum, POINTER),
-    FIELD(FmhaArgs, cu_seqlens_q, POINTER),
-    FIELD(FmhaArgs, cu_seqlens_k, POINTER),
-    FIELD(FmhaArgs, seqused_q, POINTER),
-    FIELD(FmhaArgs, seqused_k, POINTER),
-    FIELD(FmhaArgs, block_table, POINTER),
-    FIELD(FmhaArgs, alibi_slopes, POINTER),
-    FIELD(FmhaArgs, sink, POINTER),
-    FIELD(FmhaArgs, descale_q, POINTER),
-    FIELD(FmhaArgs, descale_k, POINTER),
-    FIELD(FmhaArgs, descale_v, POINTER),
-    FIELD(FmhaArgs, k_scale, POINTER),
-    FIELD(FmhaArgs, v_scale, POINTER),
-    FIELD(FmhaArgs, scale_o, POINTER),
-    FIELD(FmhaArgs, dout, POINTER),
-    FIELD(FmhaArgs, dq, POINTER),
-    FIELD(FmhaArgs, dk, POINTER),
-    FIELD(FmhaArgs, dv, POINTER),
-    FIELD(FmhaArgs, dbias, POINTER),
-    FIELD(FmhaArgs, dlse, POINTER),
-    FIELD(FmhaArgs, dsink, POINTER),
-    FIELD(FmhaArgs, k_new, POINTER),
-    FIELD(FmhaArgs, v_new, POINTER),
-    FIELD(FmhaArgs, cu_seqlens_new, POINTER),
-    FIELD(FmhaArgs, rotary_cos, POINTER),
-    FIELD(FmhaArgs, rotary_sin, POINTER),
-    FIELD(FmhaArgs, tree_mask, POINTER),
-    FIELD(FmhaArgs, indices, POINTER),
-    FIELD(FmhaArgs, topk_length, POINTER),
-    FIELD(FmhaArgs, intervals, POINTER),
-    FIELD(FmhaArgs, mask_bits, POINTER),
-    FIELD(FmhaArgs, kv_num_blocks, POINTER),
-    FIELD(FmhaArgs, kv_indices, POINTER),
-    FIELD(FmhaArgs, full_kv_num_blocks, POINTER),
-    FIELD(FmhaArgs, full_kv_indices, POINTER),
-    // An object that is none is not to be told from one; `built_masks` tries it.
-    FIELD(FmhaArgs, built, FREE),
-    FIELD(FmhaArgs, block_scale_q, POINTER),
-    FIELD(FmhaArgs, block_scale_k, POINTER),
-    FIELD(FmhaArgs, block_scale_v, POINTER),
-    FIELD(FmhaArgs, second, POINTER),
-    FIELD(FmhaArgs, captured, POINTER),
-    FIELD(FmhaArgs, total_q, MORE),
-    FIELD(FmhaArgs, total_k, MORE),
-    FIELD(FmhaArgs, total_new, MORE),
-    FIELD(FmhaArgs, num_pages, MORE),
-    FIELD(FmhaArgs, max_pages, MORE),
-    FIELD(FmhaArgs, workspace, POINTER),
-    FIELD(FmhaArgs, workspace_bytes, MORE),
-    FIELD(FmhaArgs, dropout_seed, FREE),
-    FIELD(FmhaArgs, dropout_offset, FREE),
-    FIELD(FmhaArgs, dropout_seeded, CODE),
-    FIELD(FmhaArgs, reserved, CODE),
-};
-
-static const Field GRADIENTS[] = {
-    FIELD(FmhaGradients, struct_bytes, BYTES),
-    STRIDES(FmhaGradients, dout, STRIDE),
-    STRIDES(FmhaGradients, dq, STRIDE),
-    STRIDES(FmhaGradients, dk, STRIDE),
-    STRIDES(FmhaGradients, dv, STRIDE),
-    STRIDES(FmhaGradients, dbias, STRIDE),
-    FIELD(FmhaGradients, dtype_grad, CODE),
-    FIELD(FmhaGradients, dtype_dbias, CODE),
-    FIELD(FmhaGradients, write_dbias, CODE),
-    FIELD(FmhaGradients, write_dsink, CODE),
-    FIELD(FmhaGradients, has_dlse, CODE),
-    FIELD(FmhaGradients, reserved, CODE),
-};
-
-static const Field CACHE[] = {
-    FIELD(FmhaCache, struct_bytes, BYTES),
-    FIELD(FmhaCache, seqlen_new, SIZE),
-    FIELD(FmhaCache, max_pos, SIZE),
-    STRIDES(FmhaCache, k_new, STRIDE),
-    STRIDES(FmhaCache, v_new, STRIDE),
-    // Not read where scale_block is 0; the library's own tests make them wrong.
-    STRIDES(FmhaCache, k_scale, FREE),
-    STRIDES(FmhaCache, v_scale, FREE),
-    FIELD(FmhaCache, scale_block, SIZE),
-    FIELD(FmhaCache, packed_new, CODE),
-    FIELD(FmhaCache, tree_mask, CODE),
-    FIELD(FmhaCache, rotary_dim, CODE),
-    FIELD(FmhaCache, rotary_interleaved, CODE),
-    FIELD(FmhaCache, dtype_rotary, CODE),
-    FIELD(FmhaCache, dtype_cache, CODE),
-    FIELD(FmhaCache, v_in_k, CODE),
-    FIELD(FmhaCache, cache_rows, CODE),
-};
-
-static const Field PART[] = {
-    FIELD(FmhaPart, struct_bytes, BYTES),
-    FIELD(FmhaPart, position_q, SIZE),
-    FIELD(FmhaPart, position_k, SIZE),
-    FIELD(FmhaPart, seqlen_q, SIZE),
-    FIELD(FmhaPart, seqlen_k, SIZE),
-    FIELD(FmhaPart, batch, SIZE),
-    FIELD(FmhaPart, head, SIZE),
-    FIELD(FmhaPart, num_heads_q, SIZE),
-};
-
-static const Field CODE_FIELDS[] = {
-    FIELD(FmhaCode, struct_bytes, BYTES),
-    FIELD(FmhaCode, score, TEXT),
-    FIELD(FmhaCode, mask, TEXT),
-    FIELD(FmhaCode, captured, POINTER),
-    FIELD(FmhaCode, num_captured, SIZE),
-};
-
-static const Field LISTS[] = {
+static const Field FmhaLists_FIELDS[] = {
     FIELD(FmhaLists, struct_bytes, BYTES),
     FIELD(FmhaLists, topk, SIZE),
     {"indices", offsetof(FmhaLists, batch_stride), 3 * sizeof(int64_t), STRIDE},
@@ -220,31 +53,7 @@ static const Field LISTS[] = {
     FIELD(FmhaLists, lse_without_sink, CODE),
 };
 
-static const Field SECOND[] = {
-    FIELD(FmhaSecond, struct_bytes, BYTES),
-    FIELD(FmhaSecond, seqlen_k, SIZE),
-    FIELD(FmhaSecond, page_size, SIZE),
-    STRIDES(FmhaSecond, k, STRIDE),
-    STRIDES(FmhaSecond, v, STRIDE),
-    // Structs with tables of their own.
-    FIELD(FmhaSecond, lists, FREE),
-    FIELD(FmhaSecond, masks, FREE),
-    FIELD(FmhaSecond, packed_k, CODE),
-    FIELD(FmhaSecond, seqused_k, CODE),
-    FIELD(FmhaSecond, lse_without_sink, CODE),
-    FIELD(FmhaSecond, reserved, CODE),
-};
-
-static const Field SECOND_ARGS[] = {
-    FIELD(FmhaSecondArgs, struct_bytes, BYTES),   FIELD(FmhaSecondArgs, k, POINTER),
-    FIELD(FmhaSecondArgs, v, POINTER),            FIELD(FmhaSecondArgs, cu_seqlens_k, POINTER),
-    FIELD(FmhaSecondArgs, seqused_k, POINTER),    FIELD(FmhaSecondArgs, block_table, POINTER),
-    FIELD(FmhaSecondArgs, indices, POINTER),      FIELD(FmhaSecondArgs, topk_length, POINTER),
-    FIELD(FmhaSecondArgs, intervals, POINTER),    FIELD(FmhaSecondArgs, total_k, MORE),
-    FIELD(FmhaSecondArgs, num_pages, MORE),       FIELD(FmhaSecondArgs, max_pages, MORE),
-};
-
-static const Field MASKS[] = {
+static const Field FmhaMasks_FIELDS[] = {
     FIELD(FmhaMasks, struct_bytes, BYTES),
     STRIDES(FmhaMasks, intervals, STRIDE),
     // Five keys are one word.
@@ -269,7 +78,7 @@ static const Field MASKS[] = {
     FIELD(FmhaMasks, full, CODE),
 };
 
-static const Field BLOCK_SCALES[] = {
+static const Field FmhaBlockScales_FIELDS[] = {
     FIELD(FmhaBlockScales, struct_bytes, BYTES),
     // A row of Q and K is one block, as are the keys of V.
     {"block_scale_q", offsetof(FmhaBlockScales, q), 3 * sizeof(int64_t), STRIDE},
@@ -284,7 +93,7 @@ static const Field BLOCK_SCALES[] = {
 };
 
 // One axis is read; what belongs to further axes may be anything.
-static const Field CAPTURED[] = {
+static const Field FmhaCaptured_FIELDS[] = {
     {"captured zz", offsetof(FmhaCaptured, name), sizeof(char *), TEXT},
     {"-3 is not in", offsetof(FmhaCaptured, shape), sizeof(int64_t), SIZE},
     {"shape", offsetof(FmhaCaptured, shape) + sizeof(int64_t), (FMHA_MAX_RANK - 1) * sizeof(int64_t), FREE},
@@ -296,135 +105,12 @@ static const Field CAPTURED[] = {
     FIELD(FmhaCaptured, reserved, CODE),
 };
 
-static const Field CAPTURED_ARGS[] = {
+static const Field FmhaCapturedArgs_FIELDS[] = {
     {"captured slopes.data", offsetof(FmhaCapturedArgs, data), sizeof(void *), POINTER},
     {"captured slopes.grad", offsetof(FmhaCapturedArgs, grad), sizeof(void *), POINTER},
     FIELD(FmhaCapturedArgs, integer, FREE),
     FIELD(FmhaCapturedArgs, real, FREE),
     FIELD(FmhaCapturedArgs, reserved, CODE),
-};
-
-static const Field COMBINE[] = {
-    FIELD(FmhaCombineProblem, struct_bytes, BYTES),
-    FIELD(FmhaCombineProblem, num_parts, SIZE),
-    FIELD(FmhaCombineProblem, batch, SIZE),
-    FIELD(FmhaCombineProblem, seqlen_q, SIZE),
-    FIELD(FmhaCombineProblem, num_heads_q, SIZE),
-    FIELD(FmhaCombineProblem, head_dim_v, SIZE),
-    STRIDES(FmhaCombineProblem, part, STRIDE),
-    STRIDES(FmhaCombineProblem, o, STRIDE),
-    FIELD(FmhaCombineProblem, dtype_part, CODE),
-    FIELD(FmhaCombineProblem, dtype_o, CODE),
-    FIELD(FmhaCombineProblem, merge, CODE),
-    FIELD(FmhaCombineProblem, write_lse, CODE),
-};
-
-static const Field COMBINE_ARGS[] = {
-    FIELD(FmhaCombineArgs, struct_bytes, BYTES), FIELD(FmhaCombineArgs, stream, FREE),
-    FIELD(FmhaCombineArgs, parts, POINTER),      FIELD(FmhaCombineArgs, o, POINTER),
-    FIELD(FmhaCombineArgs, lse, POINTER),
-};
-
-static const Field CHOOSE[] = {
-    FIELD(FmhaChooseProblem, struct_bytes, BYTES),
-    FIELD(FmhaChooseProblem, batch, SIZE),
-    FIELD(FmhaChooseProblem, seqlen_q, SIZE),
-    FIELD(FmhaChooseProblem, seqlen_k, SIZE),
-    FIELD(FmhaChooseProblem, topk, SIZE),
-    FIELD(FmhaChooseProblem, num_heads, SIZE),
-    FIELD(FmhaChooseProblem, head_dim, SIZE),
-    FIELD(FmhaChooseProblem, page_size, SIZE),
-    FIELD(FmhaChooseProblem, num_pages, SIZE),
-    FIELD(FmhaChooseProblem, max_pages, SIZE),
-    FIELD(FmhaChooseProblem, k_outer_stride, STRIDE),
-    FIELD(FmhaChooseProblem, k_key_stride, STRIDE),
-    FIELD(FmhaChooseProblem, scale_outer_stride, STRIDE),
-    FIELD(FmhaChooseProblem, scale_key_stride, STRIDE),
-    FIELD(FmhaChooseProblem, block, SIZE),
-    FIELD(FmhaChooseProblem, compressed, SIZE),
-    FIELD(FmhaChooseProblem, stride, SIZE),
-    FIELD(FmhaChooseProblem, selected, SIZE),
-    FIELD(FmhaChooseProblem, num_blocks, SIZE),
-    FIELD(FmhaChooseProblem, first_blocks, SIZE),
-    FIELD(FmhaChooseProblem, last_blocks, SIZE),
-    FIELD(FmhaChooseProblem, dtype_q, CODE),
-    FIELD(FmhaChooseProblem, dtype_k, CODE),
-    FIELD(FmhaChooseProblem, candidates, CODE),
-    FIELD(FmhaChooseProblem, k_scale, CODE),
-    FIELD(FmhaChooseProblem, seqused_k, CODE),
-    FIELD(FmhaChooseProblem, write_scores, CODE),
-};
-
-static const Field INDEX_LOSS[] = {
-    FIELD(FmhaIndexLoss, struct_bytes, BYTES),
-    FIELD(FmhaIndexLoss, batch, SIZE),
-    FIELD(FmhaIndexLoss, seqlen_q, SIZE),
-    FIELD(FmhaIndexLoss, seqlen_k, SIZE),
-    FIELD(FmhaIndexLoss, topk, SIZE),
-    FIELD(FmhaIndexLoss, num_heads, SIZE),
-    FIELD(FmhaIndexLoss, head_dim, SIZE),
-    FIELD(FmhaIndexLoss, q, POINTER),
-    FIELD(FmhaIndexLoss, k, POINTER),
-    FIELD(FmhaIndexLoss, weights, POINTER),
-    FIELD(FmhaIndexLoss, indices, POINTER),
-    FIELD(FmhaIndexLoss, target, POINTER),
-    FIELD(FmhaIndexLoss, dloss, FREE),
-    FIELD(FmhaIndexLoss, loss, FREE),
-    FIELD(FmhaIndexLoss, dq, FREE),
-    FIELD(FmhaIndexLoss, dk, FREE),
-    FIELD(FmhaIndexLoss, dweights, FREE),
-    FIELD(FmhaIndexLoss, dtype_q, CODE),
-    FIELD(FmhaIndexLoss, dtype_k, CODE),
-    FIELD(FmhaIndexLoss, deterministic, CODE),
-    FIELD(FmhaIndexLoss, allow_fallback, CODE),
-    FIELD(FmhaIndexLoss, stream, FREE),
-    FIELD(FmhaIndexLoss, workspace, FREE),
-    FIELD(FmhaIndexLoss, workspace_bytes, FREE),
-};
-
-static const Field CHOOSE_ARGS[] = {
-    FIELD(FmhaChooseArgs, struct_bytes, BYTES),   FIELD(FmhaChooseArgs, stream, FREE),
-    FIELD(FmhaChooseArgs, q, POINTER),            FIELD(FmhaChooseArgs, k, POINTER),
-    FIELD(FmhaChooseArgs, weights, POINTER),      FIELD(FmhaChooseArgs, k_scale, POINTER),
-    FIELD(FmhaChooseArgs, block_table, POINTER),  FIELD(FmhaChooseArgs, given, POINTER),
-    FIELD(FmhaChooseArgs, seqused_k, POINTER),    FIELD(FmhaChooseArgs, first, POINTER),
-    FIELD(FmhaChooseArgs, end, POINTER),          FIELD(FmhaChooseArgs, indices, POINTER),
-    FIELD(FmhaChooseArgs, scores, POINTER),       FIELD(FmhaChooseArgs, workspace, POINTER),
-    FIELD(FmhaChooseArgs, workspace_bytes, MORE),
-};
-
-static const Field QUANTIZE[] = {
-    FIELD(FmhaQuantizeProblem, struct_bytes, BYTES),
-    FIELD(FmhaQuantizeProblem, batch, SIZE),
-    FIELD(FmhaQuantizeProblem, seqlen, SIZE),
-    FIELD(FmhaQuantizeProblem, num_heads, SIZE),
-    FIELD(FmhaQuantizeProblem, dim, SIZE),
-    STRIDES(FmhaQuantizeProblem, x, STRIDE),
-    STRIDES(FmhaQuantizeProblem, elements, STRIDE),
-    STRIDES(FmhaQuantizeProblem, scales, STRIDE),
-    FIELD(FmhaQuantizeProblem, dtype, CODE),
-    FIELD(FmhaQuantizeProblem, format, CODE),
-    FIELD(FmhaQuantizeProblem, blocks_of_rows, CODE),
-    FIELD(FmhaQuantizeProblem, pairs_of_rows, CODE),
-    FIELD(FmhaQuantizeProblem, scale_of_tensor, CODE),
-    FIELD(FmhaQuantizeProblem, reserved, CODE),
-};
-
-static const Field QUANTIZE_ARGS[] = {
-    FIELD(FmhaQuantizeArgs, struct_bytes, BYTES),     FIELD(FmhaQuantizeArgs, stream, FREE),
-    FIELD(FmhaQuantizeArgs, x, POINTER),              FIELD(FmhaQuantizeArgs, elements, POINTER),
-    FIELD(FmhaQuantizeArgs, scales, POINTER),         FIELD(FmhaQuantizeArgs, tensor_scale, POINTER),
-    FIELD(FmhaQuantizeArgs, written_scale, POINTER),  FIELD(FmhaQuantizeArgs, workspace, POINTER),
-    FIELD(FmhaQuantizeArgs, workspace_bytes, MORE),
-};
-
-static const Field OPTIONS[] = {
-    FIELD(FmhaOptions, struct_bytes, BYTES),      FIELD(FmhaOptions, kernel, TEXT),
-    FIELD(FmhaOptions, tile, TEXT),               FIELD(FmhaOptions, allow_fallback, CODE),
-    FIELD(FmhaOptions, accuracy, CODE),           FIELD(FmhaOptions, deterministic, CODE),
-    FIELD(FmhaOptions, batch_invariant, CODE),    FIELD(FmhaOptions, check_lengths, CODE),
-    FIELD(FmhaOptions, caller_workspace, CODE),   FIELD(FmhaOptions, row_invariant, CODE),
-    FIELD(FmhaOptions, reserved, CODE),
 };
 
 // Every byte of the struct belongs to a field of the table.
@@ -504,8 +190,7 @@ static FmhaStrides strides(int heads) {
 
 static FmhaProblem good(void) {
   static const float scale = 0.3f;
-  FmhaProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaProblem, problem);
   problem.batch = BATCH;
   problem.seqlen_q = problem.seqlen_k = ROWS;
   problem.num_heads_q = HEADS;
@@ -521,8 +206,7 @@ static FmhaProblem good(void) {
 }
 
 static FmhaArgs good_args(void) {
-  FmhaArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaArgs, args);
   args.q = q;
   args.k = k;
   args.v = v;
@@ -532,8 +216,7 @@ static FmhaArgs good_args(void) {
 }
 
 static FmhaGradients good_gradients(void) {
-  FmhaGradients gradients = {0};
-  gradients.struct_bytes = sizeof gradients;
+  NEW(FmhaGradients, gradients);
   gradients.dout = gradients.dq = strides(HEADS);
   gradients.dk = gradients.dv = strides(KV);
   gradients.dtype_grad = FMHA_F32;
@@ -573,6 +256,12 @@ static void refused(int status, const char *name, const char *said) {
   CHECK(untouched(), "%s: something was written", name);
 }
 
+// The status of a call whose error has to say a name besides its field's.
+static int names(const char *name, int status) {
+  CHECK(strstr(fmha_last_error(), name) != NULL, "%s is not named", name);
+  return status;
+}
+
 static FmhaPlan *planned(const FmhaProblem *problem, const char *what) {
   FmhaPlan *plan = NULL;
   CHECK(fmha_plan("cpu", problem, NULL, &plan) == 0, "%s: not planned", what);
@@ -586,33 +275,37 @@ static void ran(const FmhaProblem *problem, const FmhaArgs *args, const char *wh
   fmha_drop(plan);
 }
 
-// Makes each field of `part` wrong, which the problem points to or is, and plans.
-static void plans_refuse(const FmhaProblem *problem, void *part, const Field *fields, size_t count, size_t size) {
-  char said[64], saved[1024];
+// Makes each field of `given` wrong, in a copy that is `bad`, and tries the call.
+#define REFUSES(type, given, call)                                    \
+  do {                                                                \
+    char said[64];                                                    \
+    for (size_t i = 0; i < COUNT(type##_FIELDS); ++i) {               \
+      for (size_t way = 0; way < ways(&type##_FIELDS[i]); ++way) {    \
+        type bad = (given);                                           \
+        clear();                                                      \
+        spoil(&bad, &type##_FIELDS[i], way, said);                    \
+        refused(call, type##_FIELDS[i].name, said);                   \
+      }                                                               \
+    }                                                                 \
+  } while (0)
+
+// Makes a plan, which has to be refused and not set, where a part of the problem is for this time another one.
+static int plan_with(const FmhaProblem *problem, void *part, const void *bad, size_t size) {
+  char saved[1024];
+  FmhaPlan *none = NULL;
   memcpy(saved, part, size);
-  for (size_t i = 0; i < count; ++i) {
-    for (size_t way = 0; way < ways(&fields[i]); ++way) {
-      FmhaPlan *none = NULL;
-      clear();
-      spoil(part, &fields[i], way, said);
-      refused(fmha_plan("cpu", problem, NULL, &none), fields[i].name, said);
-      CHECK(none == NULL, "%s: a refused plan is set", fields[i].name);
-      memcpy(part, saved, size);
-    }
-  }
+  memcpy(part, bad, size);
+  const int status = fmha_plan("cpu", problem, NULL, &none);
+  memcpy(part, saved, size);
+  CHECK(none == NULL, "a refused plan is set");
+  return status;
 }
+
+#define PLANS_REFUSE(type, part) REFUSES(type, part, plan_with(&problem, &part, &bad, sizeof bad))
 
 // Makes each argument wrong, and runs.
 static void runs_refuse(const FmhaPlan *plan, const FmhaArgs *args) {
-  char said[64];
-  for (size_t i = 0; i < COUNT(ARGS); ++i) {
-    for (size_t way = 0; way < ways(&ARGS[i]); ++way) {
-      FmhaArgs bad = *args;
-      clear();
-      spoil(&bad, &ARGS[i], way, said);
-      refused(fmha_run(plan, &bad), ARGS[i].name, said);
-    }
-  }
+  REFUSES(FmhaArgs, *args, fmha_run(plan, &bad));
 }
 
 static void forward_and_backward(void) {
@@ -627,7 +320,7 @@ static void forward_and_backward(void) {
   CHECK(strstr(fmha_plan_text(plan), "kernel") != NULL, "a plan without a text");
   CHECK(fmha_run(plan, &args) == 0, "forward does not run");
   CHECK(o[0] == v[0], "the first query of a causal call sees the first key alone: %f", o[0]);
-  plans_refuse(&problem, &problem, PROBLEM, COUNT(PROBLEM), sizeof problem);
+  PLANS_REFUSE(FmhaProblem, problem);
   runs_refuse(plan, &args);
   fmha_drop(plan);
 
@@ -641,7 +334,7 @@ static void forward_and_backward(void) {
   plan = planned(&problem, "backward");
   CHECK(fmha_run(plan, &args) == 0, "backward does not run");
   CHECK(dv[0] == dv[0] && dv[0] != -77.0f, "no gradient: %f", dv[0]);
-  plans_refuse(&problem, &gradients, GRADIENTS, COUNT(GRADIENTS), sizeof gradients);
+  PLANS_REFUSE(FmhaGradients, gradients);
   runs_refuse(plan, &args);
   fmha_drop(plan);
 }
@@ -666,8 +359,7 @@ static void scratch(void) {
   clear();
   refused(fmha_run(own, &brings), "workspace", "given");
   fmha_drop(own);
-  FmhaOptions options = {0};
-  options.struct_bytes = sizeof options;
+  NEW(FmhaOptions, options);
   options.caller_workspace = 1;
   CHECK(fmha_plan("cpu", &problem, &options, &shared) == 0, "a plan without scratch of its own is not planned");
   CHECK(fmha_plan_workspace_bytes(shared) == 0, "the CPU's plan wants scratch");
@@ -687,8 +379,7 @@ static void appended(void) {
   static const int32_t used[BATCH] = {OLD, 1};
   for (int i = 0; i < NEW_ELEMS; ++i) k_new[i] = v_new[i] = (float)(i % 5) + 1.0f;
   for (int i = 0; i < ROWS * DIM / 2; ++i) sines[i] = 1.0f;
-  FmhaCache cache = {0};
-  cache.struct_bytes = sizeof cache;
+  NEW(FmhaCache, cache);
   cache.seqlen_new = NEW;
   cache.k_new = cache.v_new = strides(KV);
   cache.k_new.batch_stride = cache.v_new.batch_stride = NEW * KV * DIM;
@@ -711,7 +402,7 @@ static void appended(void) {
   const float *written = k + OLD * KV * DIM;
   CHECK(written[0] == -k_new[1] && written[1] == k_new[0], "a row is not turned: %f %f", written[0], written[1]);
   CHECK(v[OLD * KV * DIM] == v_new[0], "a value is not written: %f", v[OLD * KV * DIM]);
-  plans_refuse(&problem, &cache, CACHE, COUNT(CACHE), sizeof cache);
+  PLANS_REFUSE(FmhaCache, cache);
   runs_refuse(plan, &args);
   fmha_drop(plan);
 }
@@ -720,8 +411,7 @@ static void appended(void) {
 static void parts_of_a_whole(void) {
   enum { LAST = 2 };
   static float whole[Q_ELEMS];
-  FmhaPart part = {0};
-  part.struct_bytes = sizeof part;
+  NEW(FmhaPart, part);
   part.position_q = ROWS - LAST;
   part.seqlen_q = part.seqlen_k = ROWS;
   FmhaProblem problem = good();
@@ -740,7 +430,7 @@ static void parts_of_a_whole(void) {
     float away = o[i] - (row < ROWS - LAST ? -77.0f : whole[i]);
     CHECK(away < 1e-6f && away > -1e-6f, "element %d of a part is away by %f", i, away);
   }
-  plans_refuse(&problem, &part, PART, COUNT(PART), sizeof part);
+  PLANS_REFUSE(FmhaPart, part);
   part.position_q = ROWS;
   FmhaPlan *none = NULL;
   clear();
@@ -756,8 +446,7 @@ static void lists_of_a_call(void) {
     indices[3 * i + 2] = ROWS;
   }
   for (int i = 0; i < BATCH; ++i) lengths[i] = 3;
-  FmhaLists lists = {0};
-  lists.struct_bytes = sizeof lists;
+  NEW(FmhaLists, lists);
   lists.topk = 3;
   lists.batch_stride = ROWS * KV * 3;
   lists.seqlen_stride = KV * 3;
@@ -774,7 +463,7 @@ static void lists_of_a_call(void) {
     const float away = o[row * HEADS * DIM] - v[row * KV * DIM];
     CHECK(away < 1e-6f && away > -1e-6f, "row %d is not the V of its key: %f", row, away);
   }
-  plans_refuse(&problem, &lists, LISTS, COUNT(LISTS), sizeof lists);
+  PLANS_REFUSE(FmhaLists, lists);
   runs_refuse(plan, &args);
   fmha_drop(plan);
   // Gradients: each key's dV is the sum of dO over its rows.
@@ -794,19 +483,16 @@ static void second_of_a_call(void) {
   ran(&problem, &args, "causal");
   memcpy(whole, o, sizeof whole);
   for (int row = 0; row < ROWS; ++row) ends[1][row] = row + 1;
-  FmhaMasks masks = {0};
+  NEW(FmhaMasks, masks);
   FmhaStrides by_rows = {0, 1, 2 * ROWS, ROWS};
-  masks.struct_bytes = sizeof masks;
   masks.endpoints = 2;
   masks.intervals_heads = 1;
   masks.intervals = by_rows;
-  FmhaSecond second = {0};
-  second.struct_bytes = sizeof second;
+  NEW(FmhaSecond, second);
   second.seqlen_k = ROWS;
   second.k = second.v = strides(KV);
   second.masks = &masks;
-  FmhaSecondArgs second_args = {0};
-  second_args.struct_bytes = sizeof second_args;
+  NEW(FmhaSecondArgs, second_args);
   second_args.k = k;
   second_args.v = v;
   second_args.intervals = ends[0];
@@ -819,26 +505,15 @@ static void second_of_a_call(void) {
     const float away = o[i] - whole[i];
     CHECK(away < 1e-5f && away > -1e-5f, "element %d is not that of one cache: %f", i, away);
   }
-  plans_refuse(&problem, &second, SECOND, COUNT(SECOND), sizeof second);
+  PLANS_REFUSE(FmhaSecond, second);
   runs_refuse(plan, &args);
-  char said[64];
-  for (size_t i = 0; i < COUNT(SECOND_ARGS); ++i) {
-    for (size_t way = 0; way < ways(&SECOND_ARGS[i]); ++way) {
-      FmhaSecondArgs bad = second_args;
-      FmhaArgs bad_args = args;
-      bad_args.second = &bad;
-      clear();
-      spoil(&bad, &SECOND_ARGS[i], way, said);
-      refused(fmha_run(plan, &bad_args), "second", said);
-      refused(fmha_run(plan, &bad_args), SECOND_ARGS[i].name, said);
-    }
-  }
+  FmhaArgs at = args;
+  REFUSES(FmhaSecondArgs, second_args, (at.second = &bad, names("second", fmha_run(plan, &at))));
   fmha_drop(plan);
   FmhaPlan *none = NULL;
   masks.mask_bits_heads = 1;
   refused(fmha_plan("cpu", &problem, NULL, &none), "second.masks.mask_bits_heads", "intervals alone");
-  FmhaLists lists = {0};
-  lists.struct_bytes = sizeof lists;
+  NEW(FmhaLists, lists);
   lists.topk = 1;
   lists.batch_stride = ROWS * KV;
   lists.seqlen_stride = KV;
@@ -872,8 +547,7 @@ static void code_of_a_call(void) {
   captured.num_dims = 1;
   FmhaCapturedArgs captured_args = {0};
   captured_args.data = slopes;
-  FmhaCode code = {0};
-  code.struct_bytes = sizeof code;
+  NEW(FmhaCode, code);
   code.score = "slopes: f32[_]; s + slopes[h] * (k - q)";
   code.mask = "k - seqlen_k <= q - seqlen_q";
   code.captured = &captured;
@@ -897,20 +571,11 @@ static void code_of_a_call(void) {
   FmhaPlan *plan = planned(&problem, "code backward");
   CHECK(fmha_run(plan, &args) == 0, "code does not run backward");
   CHECK(dslopes[0] == dslopes[0] && dslopes[0] != 0.0f && dslopes[0] != -77.0f, "no gradient: %f", dslopes[0]);
-  plans_refuse(&problem, &code, CODE_FIELDS, COUNT(CODE_FIELDS), sizeof code);
-  plans_refuse(&problem, &captured, CAPTURED, COUNT(CAPTURED), sizeof captured);
+  PLANS_REFUSE(FmhaCode, code);
+  PLANS_REFUSE(FmhaCaptured, captured);
   runs_refuse(plan, &args);
-  char said[64];
-  for (size_t i = 0; i < COUNT(CAPTURED_ARGS); ++i) {
-    for (size_t way = 0; way < ways(&CAPTURED_ARGS[i]); ++way) {
-      FmhaCapturedArgs bad = captured_args;
-      FmhaArgs bad_args = args;
-      bad_args.captured = &bad;
-      clear();
-      spoil(&bad, &CAPTURED_ARGS[i], way, said);
-      refused(fmha_run(plan, &bad_args), CAPTURED_ARGS[i].name, said);
-    }
-  }
+  FmhaArgs at = args;
+  REFUSES(FmhaCapturedArgs, captured_args, (at.captured = &bad, fmha_run(plan, &at)));
   code.mask = "k <= q or k <";
   FmhaPlan *none = NULL;
   refused(fmha_plan("cpu", &problem, NULL, &none), "mask: column 14, the end", "a value is expected here");
@@ -961,8 +626,7 @@ static void masks_of_a_call(void) {
     words[row] = (2u << row) - 1;
     for (int i = 0; i < ROWS; ++i) indices[row][i] = i;
   }
-  FmhaMasks masks = {0};
-  masks.struct_bytes = sizeof masks;
+  NEW(FmhaMasks, masks);
   masks.endpoints = 2;
   // All heads have the same.
   masks.intervals_heads = masks.mask_bits_heads = masks.lists_heads = HEADS;
@@ -989,7 +653,7 @@ static void masks_of_a_call(void) {
     float away = o[i] - whole[i];
     CHECK(away < 1e-6f && away > -1e-6f, "element %d of causal as data is away by %f", i, away);
   }
-  plans_refuse(&problem, &masks, MASKS, COUNT(MASKS), sizeof masks);
+  PLANS_REFUSE(FmhaMasks, masks);
   runs_refuse(plan, &args);
   built_masks(plan, &args, whole);
   fmha_drop(plan);
@@ -1006,9 +670,8 @@ static void scales_by_blocks(void) {
   static uint8_t ones[Q_ELEMS], scales[Q_ELEMS];
   memset(ones, 0x38, sizeof ones);
   memset(scales, 127, sizeof scales);
-  FmhaBlockScales block_scales = {0};
+  NEW(FmhaBlockScales, block_scales);
   FmhaStrides of_q = {ROWS * HEADS, HEADS, 1, 1}, of_k = {ROWS * KV, KV, 1, 1};
-  block_scales.struct_bytes = sizeof block_scales;
   block_scales.format = FMHA_MXFP8_E4M3;
   block_scales.q = of_q;
   block_scales.k = of_k;
@@ -1022,7 +685,7 @@ static void scales_by_blocks(void) {
   FmhaPlan *plan = planned(&problem, "scales by blocks");
   CHECK(fmha_run(plan, &args) == 0, "scales by blocks do not run");
   CHECK(o[9] > 0.999f && o[9] < 1.001f, "scales by blocks: O is %f, not 1", o[9]);
-  plans_refuse(&problem, &block_scales, BLOCK_SCALES, COUNT(BLOCK_SCALES), sizeof block_scales);
+  PLANS_REFUSE(FmhaBlockScales, block_scales);
   runs_refuse(plan, &args);
   fmha_drop(plan);
 }
@@ -1049,8 +712,7 @@ static void buffers(void) {
 }
 
 static FmhaCombineProblem good_combine(void) {
-  FmhaCombineProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaCombineProblem, problem);
   problem.num_parts = PARTS;
   problem.batch = BATCH;
   problem.seqlen_q = ROWS;
@@ -1076,8 +738,7 @@ static void added(void) {
     parts[i].lse = NULL;
   }
   FmhaCombineProblem problem = good_combine();
-  FmhaCombineArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaCombineArgs, args);
   args.o = o;
   FmhaPlan *none = NULL;
   problem.merge = FMHA_SUM;
@@ -1108,8 +769,7 @@ static void combine(void) {
     parts[i].lse = part_lse[i];
   }
   FmhaCombineProblem problem = good_combine();
-  FmhaCombineArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaCombineArgs, args);
   args.parts = parts;
   args.o = o;
   args.lse = lse;
@@ -1118,24 +778,9 @@ static void combine(void) {
   // Three equal parts: their O, and ln 3 more.
   CHECK(o[9] - part_o[0][9] < 1e-6f && part_o[0][9] - o[9] < 1e-6f, "combined %f of %f", o[9], part_o[0][9]);
   CHECK(lse[3] > 1.0986f && lse[3] < 1.0987f, "LSE %f, not ln 3", lse[3]);
-  char said[64];
-  for (size_t i = 0; i < COUNT(COMBINE); ++i) {
-    for (size_t way = 0; way < ways(&COMBINE[i]); ++way) {
-      FmhaCombineProblem bad = problem;
-      FmhaPlan *none = NULL;
-      clear();
-      spoil(&bad, &COMBINE[i], way, said);
-      refused(fmha_plan_combine("cpu", &bad, NULL, &none), COMBINE[i].name, said);
-    }
-  }
-  for (size_t i = 0; i < COUNT(COMBINE_ARGS); ++i) {
-    for (size_t way = 0; way < ways(&COMBINE_ARGS[i]); ++way) {
-      FmhaCombineArgs bad = args;
-      clear();
-      spoil(&bad, &COMBINE_ARGS[i], way, said);
-      refused(fmha_run_combine(plan, &bad), COMBINE_ARGS[i].name, said);
-    }
-  }
+  FmhaPlan *none = NULL;
+  REFUSES(FmhaCombineProblem, problem, fmha_plan_combine("cpu", &bad, NULL, &none));
+  REFUSES(FmhaCombineArgs, args, fmha_run_combine(plan, &bad));
   clear();
   parts[1].lse = NULL;
   refused(fmha_run_combine(plan, &args), "parts[1].lse", "null");
@@ -1159,24 +804,9 @@ static void combine(void) {
 
 // Makes each field of a choice and of its arguments wrong.
 static void choice_refuses(const FmhaChooseProblem *problem, const FmhaPlan *plan, const FmhaChooseArgs *args) {
-  char said[64];
-  for (size_t i = 0; i < COUNT(CHOOSE); ++i) {
-    for (size_t way = 0; way < ways(&CHOOSE[i]); ++way) {
-      FmhaChooseProblem bad = *problem;
-      FmhaPlan *none = NULL;
-      clear();
-      spoil(&bad, &CHOOSE[i], way, said);
-      refused(fmha_plan_choose("cpu", &bad, NULL, &none), CHOOSE[i].name, said);
-    }
-  }
-  for (size_t i = 0; i < COUNT(CHOOSE_ARGS); ++i) {
-    for (size_t way = 0; way < ways(&CHOOSE_ARGS[i]); ++way) {
-      FmhaChooseArgs bad = *args;
-      clear();
-      spoil(&bad, &CHOOSE_ARGS[i], way, said);
-      refused(fmha_run_choose(plan, &bad), CHOOSE_ARGS[i].name, said);
-    }
-  }
+  FmhaPlan *none = NULL;
+  REFUSES(FmhaChooseProblem, *problem, fmha_plan_choose("cpu", &bad, NULL, &none));
+  REFUSES(FmhaChooseArgs, *args, fmha_run_choose(plan, &bad));
 }
 
 // An indexer's two greatest keys of each row, and then the same by its scores, which are given.
@@ -1184,16 +814,14 @@ static void choose(void) {
   static float weights[BATCH * ROWS * 2], scores[BATCH * ROWS * ROWS];
   static int32_t indices[BATCH * ROWS * 2], again[BATCH * ROWS * 2];
   for (int i = 0; i < BATCH * ROWS * 2; ++i) weights[i] = 1.0f;
-  FmhaChooseProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaChooseProblem, problem);
   problem.batch = BATCH;
   problem.seqlen_q = problem.seqlen_k = ROWS;
   problem.topk = problem.num_heads = 2;
   problem.head_dim = DIM;
   problem.dtype_q = problem.dtype_k = FMHA_F32;
   problem.write_scores = 1;
-  FmhaChooseArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaChooseArgs, args);
   args.q = q;
   args.k = k;
   args.weights = weights;
@@ -1209,13 +837,11 @@ static void choose(void) {
   FmhaArgs attention = good_args();
   refused(fmha_run(plan, &attention), "plan", "a plan of a choice");
   fmha_drop(plan);
-  FmhaChooseProblem given = {0};
-  given.struct_bytes = sizeof given;
+  NEW(FmhaChooseProblem, given);
   given.batch = BATCH;
   given.seqlen_q = given.seqlen_k = ROWS;
   given.topk = 2;
-  FmhaChooseArgs given_args = {0};
-  given_args.struct_bytes = sizeof given_args;
+  NEW(FmhaChooseArgs, given_args);
   given_args.given = scores;
   given_args.indices = again;
   plan = NULL;
@@ -1235,8 +861,7 @@ static void index_loss(void) {
     indices[i] = i % 2;
     target[i] = 1.0f + i % 2;
   }
-  FmhaIndexLoss call = {0};
-  call.struct_bytes = sizeof call;
+  NEW(FmhaIndexLoss, call);
   call.batch = BATCH;
   call.seqlen_q = call.seqlen_k = ROWS;
   call.topk = call.num_heads = 2;
@@ -1256,15 +881,7 @@ static void index_loss(void) {
   refused(fmha_index_loss("cuda:x", &call), "device", "cuda:x");
   uint64_t scratch = 7;
   CHECK(fmha_index_loss_workspace("cpu", &call, &scratch) == 0 && scratch == 0, "the CPU wants scratch");
-  for (size_t i = 0; i < COUNT(INDEX_LOSS); ++i) {
-    char said[64];
-    for (size_t way = 0; way < ways(&INDEX_LOSS[i]); ++way) {
-      FmhaIndexLoss bad = call;
-      clear();
-      spoil(&bad, &INDEX_LOSS[i], way, said);
-      refused(fmha_index_loss("cpu", &bad), INDEX_LOSS[i].name, said);
-    }
-  }
+  REFUSES(FmhaIndexLoss, call, fmha_index_loss("cpu", &bad));
 }
 
 // Contiguous strides.
@@ -1281,8 +898,7 @@ static void quantize(void) {
   static uint8_t scales[BATCH * LOW * KV * BLOCKS];
   float scale = 0.0f, most = 0.0f;
   for (int i = 0; i < K_ELEMS; ++i) most = k[i] > most ? k[i] : -k[i] > most ? -k[i] : most;
-  FmhaQuantizeProblem problem = {0};
-  problem.struct_bytes = sizeof problem;
+  NEW(FmhaQuantizeProblem, problem);
   problem.batch = BATCH;
   problem.seqlen = LOW;
   problem.num_heads = KV;
@@ -1293,34 +909,17 @@ static void quantize(void) {
   problem.dtype = FMHA_F32;
   problem.format = FMHA_NVFP4;
   problem.scale_of_tensor = FMHA_SCALE_WRITTEN;
-  FmhaQuantizeArgs args = {0};
-  args.struct_bytes = sizeof args;
+  NEW(FmhaQuantizeArgs, args);
   args.x = k;
   args.elements = elements;
   args.scales = scales;
   args.written_scale = &scale;
-  FmhaPlan *plan = NULL;
-  char said[64];
+  FmhaPlan *plan = NULL, *none = NULL;
   for (int way_of_scale = 0; way_of_scale < 2; ++way_of_scale) {
     CHECK(fmha_plan_quantize("cpu", &problem, NULL, &plan) == 0, "a conversion is not planned");
     CHECK(fmha_run_quantize(plan, &args) == 0, "a conversion does not run");
-    for (size_t i = 0; i < COUNT(QUANTIZE); ++i) {
-      for (size_t way = 0; way < ways(&QUANTIZE[i]); ++way) {
-        FmhaQuantizeProblem bad = problem;
-        FmhaPlan *none = NULL;
-        clear();
-        spoil(&bad, &QUANTIZE[i], way, said);
-        refused(fmha_plan_quantize("cpu", &bad, NULL, &none), QUANTIZE[i].name, said);
-      }
-    }
-    for (size_t i = 0; i < COUNT(QUANTIZE_ARGS); ++i) {
-      for (size_t way = 0; way < ways(&QUANTIZE_ARGS[i]); ++way) {
-        FmhaQuantizeArgs bad = args;
-        clear();
-        spoil(&bad, &QUANTIZE_ARGS[i], way, said);
-        refused(fmha_run_quantize(plan, &bad), QUANTIZE_ARGS[i].name, said);
-      }
-    }
+    REFUSES(FmhaQuantizeProblem, problem, fmha_plan_quantize("cpu", &bad, NULL, &none));
+    REFUSES(FmhaQuantizeArgs, args, fmha_run_quantize(plan, &bad));
     FmhaArgs attention = good_args();
     refused(fmha_run(plan, &attention), "plan", "a plan of a conversion");
     fmha_drop(plan);
@@ -1354,12 +953,12 @@ static void plans(void) {
   FmhaProblem problem = good();
   FmhaArgs args = good_args();
   char said[64];
-  for (size_t i = 0; i < COUNT(OPTIONS); ++i) {
-    FmhaOptions options = {0};
-    options.struct_bytes = sizeof options;
+  for (size_t i = 0; i < COUNT(FmhaOptions_FIELDS); ++i) {
+    const Field *field = &FmhaOptions_FIELDS[i];
+    NEW(FmhaOptions, options);
     clear();
-    spoil(&options, &OPTIONS[i], 0, said);
-    refused(fmha_plan("cpu", &problem, &options, &plan), OPTIONS[i].kind == TEXT ? "zz" : OPTIONS[i].name, said);
+    spoil(&options, field, 0, said);
+    refused(fmha_plan("cpu", &problem, &options, &plan), field->kind == TEXT ? "zz" : field->name, said);
   }
   CHECK(plan == NULL, "a refused plan is set");
   refused(fmha_plan("tpu", &problem, NULL, &plan), "tpu", "tpu");
@@ -1375,27 +974,12 @@ static void plans(void) {
 int main(void) {
   for (int i = 0; i < Q_ELEMS; ++i) q[i] = dout[i] = part_o[0][i] = part_o[1][i] = part_o[2][i] = (float)(i % 11) / 8;
   for (int i = 0; i < K_ELEMS; ++i) k[i] = v[i] = (float)(i % 7) / 4 - 0.5f;
-#define COVERS(fields, type) covers(#type, fields, COUNT(fields), sizeof(type))
-  COVERS(PROBLEM, FmhaProblem);
-  COVERS(ARGS, FmhaArgs);
-  COVERS(GRADIENTS, FmhaGradients);
-  COVERS(CACHE, FmhaCache);
-  COVERS(PART, FmhaPart);
-  COVERS(LISTS, FmhaLists);
-  COVERS(SECOND, FmhaSecond);
-  COVERS(SECOND_ARGS, FmhaSecondArgs);
-  COVERS(CODE_FIELDS, FmhaCode);
-  COVERS(MASKS, FmhaMasks);
-  COVERS(BLOCK_SCALES, FmhaBlockScales);
-  COVERS(CAPTURED, FmhaCaptured);
-  COVERS(CAPTURED_ARGS, FmhaCapturedArgs);
-  COVERS(COMBINE, FmhaCombineProblem);
-  COVERS(COMBINE_ARGS, FmhaCombineArgs);
-  COVERS(CHOOSE, FmhaChooseProblem);
-  COVERS(CHOOSE_ARGS, FmhaChooseArgs);
-  COVERS(QUANTIZE, FmhaQuantizeProblem);
-  COVERS(QUANTIZE_ARGS, FmhaQuantizeArgs);
-  COVERS(OPTIONS, FmhaOptions);
+#define COVERS(type) covers(#type, type##_FIELDS, COUNT(type##_FIELDS), sizeof(type))
+  COVERS(FmhaLists);
+  COVERS(FmhaMasks);
+  COVERS(FmhaBlockScales);
+  COVERS(FmhaCaptured);
+  COVERS(FmhaCapturedArgs);
   plans();
   forward_and_backward();
   scales();

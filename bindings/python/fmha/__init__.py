@@ -24,7 +24,7 @@ from ._numbers import flag as _flag, integer as _integer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ._arguments import Options, Tensor, Unmasked
+    from ._arguments import AttentionOptions, CacheOptions, Options, Tensor, Unmasked
 
 __version__ = "0.1.0"
 
@@ -84,60 +84,15 @@ def _bound(options: Any, *outputs: Any) -> Tuple[Tuple[Any, Any], Any]:
 
 @overload
 def attention(
-    q: _Given,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    score_code: Optional[_code.Function] = None,
-    mask_code: Optional[_code.Function] = None,
-    captured: Optional[Mapping[str, Any]] = None,
-    indices: Optional[Tensor] = None,
-    topk_length: Optional[Tensor] = None,
-    index_block: int = 1,
-    block_scales: Optional[BlockScales] = None,
-    row_max: Optional[Tensor] = None,
-    head_max: Optional[Tensor] = None,
-    key_sum: Optional[Tensor] = None,
-    **options: Unpack[Options],
+    q: _Given, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
 ) -> _Given: ...
 @overload
 def attention(
-    q: _Given,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[True],
-    score_code: Optional[_code.Function] = None,
-    mask_code: Optional[_code.Function] = None,
-    captured: Optional[Mapping[str, Any]] = None,
-    indices: Optional[Tensor] = None,
-    topk_length: Optional[Tensor] = None,
-    index_block: int = 1,
-    block_scales: Optional[BlockScales] = None,
-    row_max: Optional[Tensor] = None,
-    head_max: Optional[Tensor] = None,
-    key_sum: Optional[Tensor] = None,
-    **options: Unpack[Options],
+    q: _Given, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> Tuple[_Given, _Given]: ...
 @overload
 def attention(
-    q: _Given,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool,
-    score_code: Optional[_code.Function] = None,
-    mask_code: Optional[_code.Function] = None,
-    captured: Optional[Mapping[str, Any]] = None,
-    indices: Optional[Tensor] = None,
-    topk_length: Optional[Tensor] = None,
-    index_block: int = 1,
-    block_scales: Optional[BlockScales] = None,
-    row_max: Optional[Tensor] = None,
-    head_max: Optional[Tensor] = None,
-    key_sum: Optional[Tensor] = None,
-    **options: Unpack[Options],
+    q: _Given, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
 def attention(
@@ -333,19 +288,8 @@ def attention_with_kvcache(
     k: Optional[Tensor] = None,
     v: Optional[Tensor] = None,
     *,
-    cu_seqlens_new: Optional[Tensor] = None,
-    rotary_cos: Optional[Tensor] = None,
-    rotary_sin: Optional[Tensor] = None,
-    tree_mask: Optional[Tensor] = None,
-    k_scale: Optional[Tensor] = None,
-    v_scale: Optional[Tensor] = None,
-    scale_block: int = 1,
-    max_seqlen_new: int = 0,
-    head_dim_v: int = 0,
-    rotary_interleaved: bool = False,
     return_lse: Literal[False] = False,
-    mask: MaskLike = "causal",
-    **options: Unpack[Unmasked],
+    **options: Unpack[CacheOptions],
 ) -> _Given: ...
 @overload
 def attention_with_kvcache(
@@ -355,19 +299,8 @@ def attention_with_kvcache(
     k: Optional[Tensor] = None,
     v: Optional[Tensor] = None,
     *,
-    cu_seqlens_new: Optional[Tensor] = None,
-    rotary_cos: Optional[Tensor] = None,
-    rotary_sin: Optional[Tensor] = None,
-    tree_mask: Optional[Tensor] = None,
-    k_scale: Optional[Tensor] = None,
-    v_scale: Optional[Tensor] = None,
-    scale_block: int = 1,
-    max_seqlen_new: int = 0,
-    head_dim_v: int = 0,
-    rotary_interleaved: bool = False,
     return_lse: Literal[True],
-    mask: MaskLike = "causal",
-    **options: Unpack[Unmasked],
+    **options: Unpack[CacheOptions],
 ) -> Tuple[_Given, _Given]: ...
 @overload
 def attention_with_kvcache(
@@ -377,19 +310,8 @@ def attention_with_kvcache(
     k: Optional[Tensor] = None,
     v: Optional[Tensor] = None,
     *,
-    cu_seqlens_new: Optional[Tensor] = None,
-    rotary_cos: Optional[Tensor] = None,
-    rotary_sin: Optional[Tensor] = None,
-    tree_mask: Optional[Tensor] = None,
-    k_scale: Optional[Tensor] = None,
-    v_scale: Optional[Tensor] = None,
-    scale_block: int = 1,
-    max_seqlen_new: int = 0,
-    head_dim_v: int = 0,
-    rotary_interleaved: bool = False,
     return_lse: bool,
-    mask: MaskLike = "causal",
-    **options: Unpack[Unmasked],
+    **options: Unpack[CacheOptions],
 ) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
 def attention_with_kvcache(

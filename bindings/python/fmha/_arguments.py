@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Optional, Tuple, TypedDict, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Optional, Tuple, TypedDict, TypeVar, Union
 
 from . import _native
-from ._mask import CAUSAL, mask as _mask
+from ._mask import CAUSAL, MaskLike, mask as _mask
 from ._mask_data import AnyMask
 from ._numbers import flag, integer, real, scale, shown, word
 
 if TYPE_CHECKING:
     import numpy
     import torch
+
+    from . import _code
+    from ._block_scales import BlockScales
 
     #: What computes: torch's tensor, NumPy's array, or whatever speaks DLPack.
     Tensor = Union[torch.Tensor, numpy.ndarray, Any]
@@ -89,6 +92,37 @@ class Options(Unmasked, total=False):
     """What :func:`fmha.attention` takes besides Q, K and V; its docstring says what each means."""
 
     mask: AnyMask
+
+
+class AttentionOptions(Options, total=False):
+    """All keywords of :func:`fmha.attention` but ``return_lse``, which says what comes back."""
+
+    score_code: Optional[_code.Function]
+    mask_code: Optional[_code.Function]
+    captured: Optional[Mapping[str, Any]]
+    indices: Optional[Tensor]
+    topk_length: Optional[Tensor]
+    index_block: int
+    block_scales: Optional[BlockScales]
+    row_max: Optional[Tensor]
+    head_max: Optional[Tensor]
+    key_sum: Optional[Tensor]
+
+
+class CacheOptions(Unmasked, total=False):
+    """All keywords of :func:`fmha.attention_with_kvcache` but ``return_lse``."""
+
+    cu_seqlens_new: Optional[Tensor]
+    rotary_cos: Optional[Tensor]
+    rotary_sin: Optional[Tensor]
+    tree_mask: Optional[Tensor]
+    k_scale: Optional[Tensor]
+    v_scale: Optional[Tensor]
+    scale_block: int
+    max_seqlen_new: int
+    head_dim_v: int
+    rotary_interleaved: bool
+    mask: MaskLike
 
 
 #: The tensors of :class:`Options`, in the order in which operators take them.

@@ -3,267 +3,137 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import Any
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from typing import Any, List, Tuple
 
 from . import _native
 
 
+def _of(kind: Any, names: str) -> List[Tuple[str, Any]]:
+    """Fields of one type that stand side by side."""
+    return [(name, kind) for name in names.split()]
+
+
 class FmhaStrides(Structure):
     _fields_ = [
-        ("batch_stride", c_int64),
-        ("seqlen_stride", c_int64),
-        ("head_stride", c_int64),
-        ("dim_stride", c_int64),
+        *_of(c_int64, "batch_stride seqlen_stride head_stride dim_stride"),
     ]
 
 
 class FmhaGradients(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("dout", FmhaStrides),
-        ("dq", FmhaStrides),
-        ("dk", FmhaStrides),
-        ("dv", FmhaStrides),
-        ("dbias", FmhaStrides),
-        ("dtype_grad", c_int32),
-        ("dtype_dbias", c_int32),
-        ("write_dbias", c_int32),
-        ("write_dsink", c_int32),
-        ("has_dlse", c_int32),
-        ("reserved", c_int32),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(FmhaStrides, "dout dq dk dv dbias"),
+        *_of(c_int32, "dtype_grad dtype_dbias write_dbias write_dsink has_dlse reserved"),
     ]
 
 
 class FmhaProblem(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("batch", c_int64),
-        ("seqlen_q", c_int64),
-        ("seqlen_k", c_int64),
-        ("num_heads_q", c_int64),
-        ("num_heads_kv", c_int64),
-        ("head_dim_qk", c_int64),
-        ("head_dim_v", c_int64),
-        ("page_size", c_int64),
-        ("q", FmhaStrides),
-        ("k", FmhaStrides),
-        ("v", FmhaStrides),
-        ("o", FmhaStrides),
-        ("bias", FmhaStrides),
-        ("mask", c_char_p),
-        ("softmax_scale", ctypes.POINTER(c_float)),
-        ("softcap", ctypes.POINTER(c_float)),
-        ("gradients", ctypes.POINTER(FmhaGradients)),
-        ("cache", c_void_p),
-        ("part", c_void_p),
-        ("code", c_void_p),
-        ("lists", c_void_p),
-        ("masks", c_void_p),
-        ("block_scales", c_void_p),
-        ("second", c_void_p),
-        ("p_drop", c_float),
-        ("dtype_qk", c_int32),
-        ("dtype_v", c_int32),
-        ("dtype_o", c_int32),
-        ("dtype_bias", c_int32),
-        ("v_layout", c_int32),
-        ("bias_kind", c_int32),
-        ("packed_q", c_int32),
-        ("packed_k", c_int32),
-        ("seqused_q", c_int32),
-        ("seqused_k", c_int32),
-        ("sink", c_int32),
-        ("descale_q", c_int32),
-        ("descale_k", c_int32),
-        ("descale_v", c_int32),
-        ("scale_o", c_int32),
-        ("write_lse", c_int32),
-        ("write_keep_mask", c_int32),
-        ("row_max", c_int32),
-        ("head_max", c_int32),
-        ("key_sum", c_int32),
-        ("reserved", c_int32),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(c_int64, "batch seqlen_q seqlen_k num_heads_q num_heads_kv head_dim_qk head_dim_v page_size"),
+        *_of(FmhaStrides, "q k v o bias"),
+        *_of(c_char_p, "mask"),
+        *_of(POINTER(c_float), "softmax_scale softcap"),
+        *_of(POINTER(FmhaGradients), "gradients"),
+        *_of(c_void_p, "cache part code lists masks block_scales second"),
+        *_of(c_float, "p_drop"),
+        *_of(c_int32, "dtype_qk dtype_v dtype_o dtype_bias v_layout bias_kind packed_q packed_k seqused_q"),
+        *_of(c_int32, "seqused_k sink descale_q descale_k descale_v scale_o write_lse write_keep_mask"),
+        *_of(c_int32, "row_max head_max key_sum reserved"),
     ]
 
 
 class FmhaArgs(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("stream", c_void_p),
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("o", c_void_p),
-        ("bias", c_void_p),
-        ("lse", c_void_p),
-        ("keep_mask", c_void_p),
-        ("row_max", c_void_p),
-        ("head_max", c_void_p),
-        ("key_sum", c_void_p),
-        ("cu_seqlens_q", c_void_p),
-        ("cu_seqlens_k", c_void_p),
-        ("seqused_q", c_void_p),
-        ("seqused_k", c_void_p),
-        ("block_table", c_void_p),
-        ("alibi_slopes", c_void_p),
-        ("sink", c_void_p),
-        ("descale_q", c_void_p),
-        ("descale_k", c_void_p),
-        ("descale_v", c_void_p),
-        ("k_scale", c_void_p),
-        ("v_scale", c_void_p),
-        ("scale_o", c_void_p),
-        ("dout", c_void_p),
-        ("dq", c_void_p),
-        ("dk", c_void_p),
-        ("dv", c_void_p),
-        ("dbias", c_void_p),
-        ("dlse", c_void_p),
-        ("dsink", c_void_p),
-        ("k_new", c_void_p),
-        ("v_new", c_void_p),
-        ("cu_seqlens_new", c_void_p),
-        ("rotary_cos", c_void_p),
-        ("rotary_sin", c_void_p),
-        ("tree_mask", c_void_p),
-        ("indices", c_void_p),
-        ("topk_length", c_void_p),
-        ("intervals", c_void_p),
-        ("mask_bits", c_void_p),
-        ("kv_num_blocks", c_void_p),
-        ("kv_indices", c_void_p),
-        ("full_kv_num_blocks", c_void_p),
-        ("full_kv_indices", c_void_p),
-        ("built", c_void_p),
-        ("block_scale_q", c_void_p),
-        ("block_scale_k", c_void_p),
-        ("block_scale_v", c_void_p),
-        ("second", c_void_p),
-        ("captured", c_void_p),
-        ("total_q", c_int64),
-        ("total_k", c_int64),
-        ("total_new", c_int64),
-        ("num_pages", c_int64),
-        ("max_pages", c_int64),
-        ("workspace", c_void_p),
-        ("workspace_bytes", c_uint64),
-        ("dropout_seed", c_uint64),
-        ("dropout_offset", c_uint64),
-        ("dropout_seeded", c_int32),
-        ("reserved", c_int32),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(c_void_p, "stream q k v o bias lse keep_mask row_max head_max key_sum cu_seqlens_q"),
+        *_of(c_void_p, "cu_seqlens_k seqused_q seqused_k block_table alibi_slopes sink descale_q descale_k"),
+        *_of(c_void_p, "descale_v k_scale v_scale scale_o dout dq dk dv dbias dlse dsink k_new v_new"),
+        *_of(c_void_p, "cu_seqlens_new rotary_cos rotary_sin tree_mask indices topk_length intervals"),
+        *_of(c_void_p, "mask_bits kv_num_blocks kv_indices full_kv_num_blocks full_kv_indices built"),
+        *_of(c_void_p, "block_scale_q block_scale_k block_scale_v second captured"),
+        *_of(c_int64, "total_q total_k total_new num_pages max_pages"),
+        *_of(c_void_p, "workspace"),
+        *_of(c_uint64, "workspace_bytes dropout_seed dropout_offset"),
+        *_of(c_int32, "dropout_seeded reserved"),
     ]
 
 
 class FmhaMasks(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("intervals", FmhaStrides),
-        ("mask_bits", FmhaStrides),
-        ("kv_num_blocks", FmhaStrides),
-        ("kv_indices", FmhaStrides),
-        ("full_kv_num_blocks", FmhaStrides),
-        ("full_kv_indices", FmhaStrides),
-        ("endpoints", c_int64),
-        ("intervals_heads", c_int64),
-        ("mask_bits_heads", c_int64),
-        ("lists_heads", c_int64),
-        ("block_q", c_int64),
-        ("block_k", c_int64),
-        ("max_blocks", c_int64),
-        ("full_max_blocks", c_int64),
-        ("partial", c_int32),
-        ("full", c_int32),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(FmhaStrides, "intervals mask_bits kv_num_blocks kv_indices full_kv_num_blocks full_kv_indices"),
+        *_of(c_int64, "endpoints intervals_heads mask_bits_heads lists_heads block_q block_k max_blocks"),
+        *_of(c_int64, "full_max_blocks"),
+        *_of(c_int32, "partial full"),
     ]
 
 
 class FmhaCaptured(Structure):
     _fields_ = [
-        ("name", c_char_p),
-        ("shape", c_int64 * _native.MAX_DIMS),
-        ("strides", c_int64 * _native.MAX_DIMS),
-        ("num_dims", c_int32),
-        ("dtype_grad", c_int32),
-        ("write_grad", c_int32),
-        ("reserved", c_int32),
+        *_of(c_char_p, "name"),
+        *_of(c_int64 * _native.MAX_DIMS, "shape strides"),
+        *_of(c_int32, "num_dims dtype_grad write_grad reserved"),
     ]
 
 
 class FmhaCode(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("score", c_char_p),
-        ("mask", c_char_p),
-        ("captured", ctypes.POINTER(FmhaCaptured)),
-        ("num_captured", c_int64),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(c_char_p, "score mask"),
+        *_of(POINTER(FmhaCaptured), "captured"),
+        *_of(c_int64, "num_captured"),
     ]
 
 
 class FmhaCapturedArgs(Structure):
     _fields_ = [
-        ("data", c_void_p),
-        ("grad", c_void_p),
-        ("integer", c_int64),
-        ("real", c_float),
-        ("reserved", c_int32),
+        *_of(c_void_p, "data grad"),
+        *_of(c_int64, "integer"),
+        *_of(c_float, "real"),
+        *_of(c_int32, "reserved"),
     ]
 
 
 class FmhaOptions(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("kernel", c_char_p),
-        ("tile", c_char_p),
-        ("allow_fallback", c_int32),
-        ("accuracy", c_int32),
-        ("deterministic", c_int32),
-        ("batch_invariant", c_int32),
-        ("check_lengths", c_int32),
-        ("caller_workspace", c_int32),
-        ("row_invariant", c_int32),
-        ("reserved", c_int32),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(c_char_p, "kernel tile"),
+        *_of(c_int32, "allow_fallback accuracy deterministic batch_invariant check_lengths caller_workspace"),
+        *_of(c_int32, "row_invariant reserved"),
     ]
 
 
 class FmhaJoin(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("rank", c_int64),
-        ("size", c_int64),
-        ("address", c_char_p),
-        ("timeout_seconds", c_double),
-        ("nccl_comm", c_void_p),
-        ("nccl_library", c_char_p),
-        ("secret", c_char_p),
-        ("listen", c_char_p),
-        ("space", c_int32),
-        ("reserved", c_int32),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(c_int64, "rank size"),
+        *_of(c_char_p, "address"),
+        *_of(c_double, "timeout_seconds"),
+        *_of(c_void_p, "nccl_comm"),
+        *_of(c_char_p, "nccl_library secret listen"),
+        *_of(c_int32, "space reserved"),
     ]
 
 
 class FmhaRun(Structure):
     _fields_ = [
-        ("rank", c_int64),
-        ("begin", c_int64),
-        ("end", c_int64),
+        *_of(c_int64, "rank begin end"),
     ]
 
 
 class FmhaRanks(Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        ("own_rows_q", c_int64),
-        ("own_rows_k", c_int64),
-        ("runs_q", ctypes.POINTER(FmhaRun)),
-        ("num_runs_q", c_int64),
-        ("runs_k", ctypes.POINTER(FmhaRun)),
-        ("num_runs_k", c_int64),
-        ("cu_seqlens_q", ctypes.POINTER(c_int32)),
-        ("cu_seqlens_k", ctypes.POINTER(c_int32)),
-        ("scheme", c_char_p),
-        ("links", c_char_p),
-        ("partition_q", c_int32),
-        ("partition_k", c_int32),
+        *_of(c_uint64, "struct_bytes"),
+        *_of(c_int64, "own_rows_q own_rows_k"),
+        *_of(POINTER(FmhaRun), "runs_q"),
+        *_of(c_int64, "num_runs_q"),
+        *_of(POINTER(FmhaRun), "runs_k"),
+        *_of(c_int64, "num_runs_k"),
+        *_of(POINTER(c_int32), "cu_seqlens_q cu_seqlens_k"),
+        *_of(c_char_p, "scheme links"),
+        *_of(c_int32, "partition_q partition_k"),
     ]
 
 
@@ -276,7 +146,7 @@ library = _native.library
 library.fmha_last_error.restype = c_char_p
 library.fmha_dist_plan_text.restype = c_char_p
 library.fmha_dist_plan_text.argtypes = [c_void_p]
-library.fmha_dist_join.argtypes = [ctypes.POINTER(FmhaJoin), ctypes.POINTER(c_void_p)]
+library.fmha_dist_join.argtypes = [POINTER(FmhaJoin), POINTER(c_void_p)]
 library.fmha_dist_leave.argtypes = [c_void_p]
 library.fmha_dist_leave.restype = None
 library.fmha_dist_fail.argtypes = [c_void_p, c_char_p, c_char_p]
@@ -286,18 +156,18 @@ library.fmha_dist_rows.argtypes = [
     c_int64,
     c_int64,
     c_int64,
-    ctypes.POINTER(FmhaRun),
-    ctypes.POINTER(c_int64),
+    POINTER(FmhaRun),
+    POINTER(c_int64),
 ]
 library.fmha_dist_plan.argtypes = [
     c_char_p,
-    ctypes.POINTER(FmhaProblem),
-    ctypes.POINTER(FmhaRanks),
-    ctypes.POINTER(FmhaOptions),
+    POINTER(FmhaProblem),
+    POINTER(FmhaRanks),
+    POINTER(FmhaOptions),
     c_void_p,
-    ctypes.POINTER(c_void_p),
+    POINTER(c_void_p),
 ]
-library.fmha_dist_run.argtypes = [c_void_p, ctypes.POINTER(FmhaArgs)]
+library.fmha_dist_run.argtypes = [c_void_p, POINTER(FmhaArgs)]
 library.fmha_dist_drop.argtypes = [c_void_p]
 library.fmha_dist_drop.restype = None
 

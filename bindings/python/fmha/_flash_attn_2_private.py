@@ -190,13 +190,7 @@ def _flash_attn_backward(
     padded by 0 to a multiple of 128."""
     gradients_into(
         (dq, dk, dv),
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        alibi_slopes,
+        *(dout, q, k, v, out, softmax_lse, alibi_slopes),
         (None,) * 4,
         mask=from_window_size((window_size_left, window_size_right), causal),
         softmax_scale=softmax_scale,
@@ -237,13 +231,7 @@ def _flash_attn_varlen_backward(
     begins at the multiple of 128 at or below ``cu_seqlens_q[b] + 128 b``."""
     gradients_into(
         (dq, dk, dv),
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        alibi_slopes,
+        *(dout, q, k, v, out, softmax_lse, alibi_slopes),
         (cu_seqlens_q, cu_seqlens_k, None, None),
         mask=from_window_size((window_size_left, window_size_right), causal),
         softmax_scale=softmax_scale,

@@ -148,13 +148,7 @@ def _backward(
     """Writes the gradients; gives the sums of dO O."""
     gradients_into(
         (dq, dk, dv),
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        None,
+        *(dout, q, k, v, out, softmax_lse, None),
         (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
         mask=from_window_size((window_size_left, window_size_right), is_causal),
         softmax_scale=softmax_scale,

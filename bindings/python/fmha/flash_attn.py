@@ -93,9 +93,8 @@ def flash_attn_func(
     marks for tests, below 0 where dropout leaves an element out; torch computes them, and they have no elements without
     dropout.
     """
-    return _call(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _call(q, k, v, *rest)
 
 
 def flash_attn_qkvpacked_func(
@@ -110,20 +109,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ):
     """QKV ``(batch, seqlen, 3, nheads, headdim)``; read where it lies."""
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = _packed("qkv", qkv, 2, 3)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_func(q, k, v, *rest)
 
 
 def flash_attn_kvpacked_func(
@@ -139,20 +127,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ):
     """Q ``(batch, seqlen_q, nheads, headdim)``, KV ``(batch, seqlen_k, 2, nheads_k, headdim)``."""
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = _packed("kv", kv, 2, 2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_func(q, k, v, *rest)
 
 
 def integer(name: str, value: Union[int, torch.Tensor]) -> int:
@@ -197,20 +174,8 @@ def flash_attn_varlen_func(
         used = cu_seqlens_k.diff().to(torch.int32)
         check_cache_lengths("cu_seqlens_k's difference", used, k, block_table)
         lengths.update(block_table=block_table, seqused_k=used)
-    return _call(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **lengths,
-    )
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _call(q, k, v, *rest, **lengths)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -227,24 +192,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ):
     """QKV ``(total, 3, nheads, headdim)``."""
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = _packed("qkv", qkv, 1, 3)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -264,24 +214,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ):
     """Q ``(total_q, nheads, headdim)``, KV ``(total_k, 2, nheads_k, headdim)``."""
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = _packed("kv", kv, 1, 2)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
 
 def num_sequences(q: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor]) -> int:
@@ -406,17 +341,9 @@ def over_cache(
     if cache_leftpad is not None:
         if k is not None and not is_checked:
             k, v = _that_fit(k, v, cache_seqlens, k_cache, block_table, call)
+        held_in = (k_cache, v_cache, cache_leftpad, cache_seqlens, block_table)
         q, k_cache, v_cache, cache_seqlens, block_table = _behind_padding(
-            q,
-            k_cache,
-            v_cache,
-            cache_leftpad,
-            cache_seqlens,
-            block_table,
-            batch,
-            k is not None,
-            attention_chunk,
-            call,
+            q, *held_in, batch, k is not None, attention_chunk, call
         )
     if rotary_cos is not None:
         by, first = ("cache_seqlens", counted) if rotary_seqlens is None else ("rotary_seqlens", rotary_seqlens)

@@ -132,25 +132,8 @@ def flash_attn_qkvpacked_func(
                 f"num_heads_q {num_heads_q} of {qkv.shape[2]} heads leaves {qkv.shape[2] - num_heads_q} for K and V"
             )
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        None,
-        q_descale,
-        k_descale,
-        v_descale,
-        window_size,
-        attention_chunk,
-        softcap,
-        1,
-        None,
-        deterministic,
-        sm_margin,
-        return_attn_probs,
-    )
+    rest = (q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, 1, None, deterministic)
+    return flash_attn_func(q, k, v, softmax_scale, causal, None, *rest, sm_margin, return_attn_probs)
 
 
 def flash_attn_varlen_func(

@@ -31,6 +31,13 @@ else:
         torch.set_default_device(DEVICE)
 
 
+@pytest.fixture
+def on_the_device():
+    """Tensors of a test are made on the device that the tests are run for."""
+    with torch.device(DEVICE):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def slow_kernels(monkeypatch):
     if torch is not None:

@@ -31,35 +31,13 @@ BARE = (
     "vllm.v1.metrics",
 )
 #: Parts of the engine that are compiled, talk to other processes or to hubs, or are for other models; their packages.
-STUBBED = (
-    *engine_vllm.STUBBED,
-    "vllm.compilation",
-    "vllm.forward_context",
-    "vllm.lora",
-    "vllm.multimodal",
-    "vllm.pooling_params",
-    "vllm.sampling_params",
-    "vllm.tracing",
-    "vllm.transformers_utils",
-    "vllm.usage",
-    "vllm.utils.hashing",
-    "vllm.utils.mem_utils",
-    "vllm.utils.network_utils",
-    "vllm.v1.engine",
-    "vllm.v1.hisparse",
-    "vllm.v1.metrics.perf",
-    "vllm.v1.serial_utils",
-    "vllm.v1.spec_decode",
-    "vllm.v1.structured_output",
-    "cachetools",
-    "cbor2",
-    "cloudpickle",
-    "cpuinfo",
-    "msgspec",
-    "psutil",
-    "uvloop",
-    "zmq",
-)
+_HEAVY = """
+    vllm.compilation vllm.forward_context vllm.lora vllm.multimodal vllm.pooling_params vllm.sampling_params
+    vllm.tracing vllm.transformers_utils vllm.usage vllm.utils.hashing vllm.utils.mem_utils
+    vllm.utils.network_utils vllm.v1.engine vllm.v1.hisparse vllm.v1.metrics.perf vllm.v1.serial_utils
+    vllm.v1.spec_decode vllm.v1.structured_output cachetools cbor2 cloudpickle cpuinfo msgspec psutil uvloop zmq
+""".split()
+STUBBED = (*engine_vllm.STUBBED, *_HEAVY)
 
 
 class Config(types.SimpleNamespace):

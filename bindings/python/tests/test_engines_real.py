@@ -20,38 +20,13 @@ def folders(variable):
 
 #: What stands in for vLLM's own and for packages: compiled operators, configuration, ranks, logging, what asks hubs or
 #: other processes, and what serves other models.
-STUBBED = {
-    "vllm._custom_ops",
-    "vllm.config",
-    "vllm.distributed",
-    "vllm.envs",
-    "vllm.logger",
-    "vllm.model_executor",
-    "vllm.utils.import_utils",
-    "vllm.utils.torch_utils",
-    "vllm.compilation",
-    "vllm.multimodal",
-    "vllm.platforms",
-    "vllm.pooling_params",
-    "vllm.sampling_params",
-    "vllm.usage",
-    "vllm.utils.hashing",
-    "vllm.utils.mem_utils",
-    "vllm.utils.network_utils",
-    "vllm.v1.engine",
-    "vllm.v1.hisparse",
-    "vllm.v1.metrics.perf",
-    "vllm.v1.spec_decode",
-    "vllm.v1.structured_output",
-    "cachetools",
-    "cbor2",
-    "cloudpickle",
-    "cpuinfo",
-    "msgspec",
-    "psutil",
-    "uvloop",
-    "zmq",
-}
+STUBBED = set("""
+    vllm._custom_ops vllm.config vllm.distributed vllm.envs vllm.logger vllm.model_executor
+    vllm.utils.import_utils vllm.utils.torch_utils vllm.compilation vllm.multimodal vllm.platforms
+    vllm.pooling_params vllm.sampling_params vllm.usage vllm.utils.hashing vllm.utils.mem_utils
+    vllm.utils.network_utils vllm.v1.engine vllm.v1.hisparse vllm.v1.metrics.perf vllm.v1.spec_decode
+    vllm.v1.structured_output cachetools cbor2 cloudpickle cpuinfo msgspec psutil uvloop zmq
+""".split())
 
 
 def program(name, folder):

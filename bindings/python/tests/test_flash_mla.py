@@ -1,6 +1,6 @@
 """FlashMLA's names over lists of keys, against the definition in float64."""
 
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 import torch
@@ -11,11 +11,7 @@ from fmha.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla
 from reference import DEVICE
 
 
-@pytest.fixture(autouse=True)
-def on_the_device() -> Iterator[None]:
-    """Tensors of a test are made on the device that the tests are run for."""
-    with torch.device(DEVICE):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_device")
 
 
 def defined(

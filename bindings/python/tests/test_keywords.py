@@ -857,26 +857,16 @@ def sdpa_forward():
     return Door(fmha.sdpa._sdpa_forward, base, cases)
 
 
+#: What PyTorch says of dense tensors beside them.
+WHOLE = dict(cum_seq_q=None, cum_seq_k=None, max_q=7, max_k=11, dropout_p=0.0, is_causal=False)
+
+
 @door
 def sdpa_backward():
     q, k, v = (x.transpose(1, 2) for x in tensors(hk=4))
     o, lse, *_, state, unused, _ = fmha.sdpa._sdpa_forward(q, k, v)
-    base = dict(
-        grad_out=o,
-        query=q,
-        key=k,
-        value=v,
-        out=o,
-        logsumexp=lse,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=7,
-        max_k=11,
-        dropout_p=0.0,
-        is_causal=False,
-        philox_seed=state,
-        philox_offset=unused,
-    )
+    results = dict(grad_out=o, out=o, logsumexp=lse, philox_seed=state, philox_offset=unused)
+    base = dict(WHOLE, query=q, key=k, value=v, **results)
     return Door(fmha.sdpa._sdpa_backward, base, dict(scale=changes(0.1), is_causal=changes(True)))
 
 
@@ -888,15 +878,8 @@ def sdpa_rows_first_forward():
     q, k, v = tensors()
     k_pages, v_pages, table = pages()
     rows = varlen()
-    paged = dict(
-        query=rows["q"],
-        key=k_pages,
-        value=v_pages,
-        cum_seq_q=rows["cu_seqlens_q"],
-        cum_seq_k=cu(9, 11),
-        max_q=11,
-        max_k=11,
-    )
+    paged = dict(query=rows["q"], key=k_pages, value=v_pages, cum_seq_q=rows["cu_seqlens_q"], cum_seq_k=cu(9, 11))
+    paged.update(max_q=11, max_k=11)
     cases = dict(
         FLASH,
         seqused_k=changes(i32(4, 6)),
@@ -909,19 +892,7 @@ def sdpa_rows_first_forward():
         is_causal=changes(True),
         return_debug_mask=[changes(True, dropout_p=0.4), refused(True)],
     )
-    base = dict(
-        query=q,
-        key=k,
-        value=v,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=7,
-        max_k=11,
-        dropout_p=0.0,
-        is_causal=False,
-        return_debug_mask=False,
-    )
-    return Door(fmha.sdpa._flash_forward, base, cases)
+    return Door(fmha.sdpa._flash_forward, dict(WHOLE, query=q, key=k, value=v, return_debug_mask=False), cases)
 
 
 @door
@@ -929,22 +900,8 @@ def sdpa_rows_first_backward():
     q, k, v = tensors()
     empty = torch.zeros(0, dtype=torch.int32)
     o, lse, state, unused, _ = fmha.sdpa._flash_forward(q, k, v, None, None, 7, 11, 0.0, False, False)
-    base = dict(
-        grad_out=o,
-        query=q,
-        key=k,
-        value=v,
-        out=o,
-        logsumexp=lse,
-        cum_seq_q=empty,
-        cum_seq_k=empty,
-        max_q=7,
-        max_k=11,
-        dropout_p=0.0,
-        is_causal=False,
-        rng_state=state,
-        unused=unused,
-    )
+    results = dict(grad_out=o, out=o, logsumexp=lse, cum_seq_q=empty, cum_seq_k=empty, rng_state=state, unused=unused)
+    base = dict(WHOLE, query=q, key=k, value=v, **results)
     cases = dict(FLASH, cum_seq_q=refused(cu(7, 7)), cum_seq_k=refused(cu(11, 11)), is_causal=changes(True))
     return Door(fmha.sdpa._flash_backward, base, cases)
 

@@ -1,6 +1,6 @@
 """Lists of keys by fmha.attention, against the definition in float64, with gradients."""
 
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import numpy
 import pytest
@@ -8,14 +8,9 @@ import torch
 
 import fmha
 import fmha.flash_mla
-from reference import DEVICE
 
 
-@pytest.fixture(autouse=True)
-def on_the_device() -> Iterator[None]:
-    """Tensors of a test are made on the device that the tests are run for."""
-    with torch.device(DEVICE):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_device")
 
 
 def defined(

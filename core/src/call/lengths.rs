@@ -89,15 +89,7 @@ mod tests {
     use crate::error::Error;
     use crate::{DType, Dims, KvLayout, QLayout, Totals};
 
-    const DIMS: Dims = Dims {
-        batch: 2,
-        seqlen_q: 4,
-        seqlen_k: 6,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    const DIMS: Dims = Dims::batch(2).seqlens(4, 6).heads(1, 1).head_dim(8);
 
     /// Checks the lengths, with copies that work like a device's download, and counts the copied bytes.
     fn check(problem: &FwdProblem, seq: &SeqArgs<'_>) -> (Result<()>, usize) {

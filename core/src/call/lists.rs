@@ -150,15 +150,7 @@ mod tests {
     use crate::{Append, Bias, BwdProblem, DType, Dims, MemorySpace, Part};
 
     fn problem() -> FwdProblem {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 2,
-            seqlen_k: 10,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: 4,
-            head_dim_v: 4,
-        };
+        let dims = Dims::batch(2).seqlens(2, 10).heads(2, 1).head_dim(4);
         let problem = FwdProblem::batch(DType::F32, dims);
         let lists = KeyLists::new(&problem, 4);
         problem.lists(lists)

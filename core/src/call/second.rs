@@ -154,15 +154,7 @@ mod tests {
     use crate::score::Bias;
     use crate::{Append, DType, DevSliceMut, Dims, KvLayout, MaskSpec, Part, QLayout, Totals, VLayout};
 
-    const DIMS: Dims = Dims {
-        batch: 2,
-        seqlen_q: 2,
-        seqlen_k: 10,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 4,
-        head_dim_v: 4,
-    };
+    const DIMS: Dims = Dims::batch(2).seqlens(2, 10).heads(2, 1).head_dim(4);
 
     fn plain() -> FwdProblem {
         FwdProblem::batch(DType::F32, DIMS)

@@ -132,15 +132,7 @@ mod tests {
 
     #[test]
     fn lists_are_counted_by_their_entries_and_read_no_other_keys() {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 3,
-            seqlen_k: 1000,
-            num_heads_q: 4,
-            num_heads_kv: 2,
-            head_dim_qk: 64,
-            head_dim_v: 32,
-        };
+        let dims = Dims::batch(1).seqlens(3, 1000).heads(4, 2).head_dims(64, 32);
         let problem = FwdProblem::batch(DType::F16, dims);
         let lists = crate::KeyLists::new(&problem, 20);
         let problem = problem.lists(lists);
@@ -168,15 +160,7 @@ mod tests {
 
     #[test]
     fn counts_that_do_not_fit_are_an_error_and_not_their_remainder() {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 1 << 4,
-            seqlen_k: 1 << 24,
-            num_heads_q: 1 << 30,
-            num_heads_kv: 1 << 30,
-            head_dim_qk: 64,
-            head_dim_v: 64,
-        };
+        let dims = Dims::batch(1).seqlens(1 << 4, 1 << 24).heads(1 << 30, 1 << 30).head_dim(64);
         let problem = FwdProblem::batch(DType::F16, dims);
         let (i_batch, q_row, k_row) = (0, 0, 0);
         let span = SeqSpan {
@@ -202,15 +186,7 @@ mod tests {
 
     #[test]
     fn operations_and_bytes_are_of_what_each_sequence_has() {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 5,
-            seqlen_k: 7,
-            num_heads_q: 6,
-            num_heads_kv: 2,
-            head_dim_qk: 24,
-            head_dim_v: 40,
-        };
+        let dims = Dims::batch(2).seqlens(5, 7).heads(6, 2).head_dims(24, 40);
         let problem = FwdProblem::batch(DType::E4m3Fn, dims)
             .dtype_v(DType::Bf16)
             .dtype_o(DType::F32)

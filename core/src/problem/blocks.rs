@@ -213,15 +213,7 @@ mod tests {
     use crate::{BwdProblem, Dims, KeyLists, Part, Workspace};
 
     fn dims() -> Dims {
-        Dims {
-            batch: 2,
-            seqlen_q: 3,
-            seqlen_k: 40,
-            num_heads_q: 4,
-            num_heads_kv: 2,
-            head_dim_qk: 48,
-            head_dim_v: 24,
-        }
+        Dims::batch(2).seqlens(3, 40).heads(4, 2).head_dims(48, 24)
     }
 
     fn problem(format: BlockFormat) -> FwdProblem {

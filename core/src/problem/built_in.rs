@@ -240,15 +240,7 @@ mod tests {
 
     fn dims(seqlen_q: u32, seqlen_k: u32) -> Dims {
         let heads = (2, 1);
-        Dims {
-            batch: 1,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: heads.0,
-            num_heads_kv: heads.1,
-            head_dim_qk: 8,
-            head_dim_v: 8,
-        }
+        Dims::batch(1).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dim(8)
     }
 
     fn shows(problem: &FwdProblem, [seqlen_q, seqlen_k]: [u32; 2], [q, k]: [u32; 2]) -> bool {

@@ -165,15 +165,7 @@ mod tests {
 
     #[test]
     fn scales_by_rows_refuse_by_name_what_does_not_go_with_them() {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 1,
-            seqlen_k: 40,
-            num_heads_q: 4,
-            num_heads_kv: 2,
-            head_dim_qk: 64,
-            head_dim_v: 64,
-        };
+        let dims = Dims::batch(2).seqlens(1, 40).heads(4, 2).head_dim(64);
         let of = |kv, block| {
             let problem = FwdProblem::new(QLayout::Batch, kv, DType::Bf16, dims).dtype_cache(DType::E4m3Fn);
             let scales = CacheScales::new(&problem, block);

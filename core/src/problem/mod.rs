@@ -70,6 +70,40 @@ pub struct Dims {
     pub head_dim_v: u32,
 }
 
+impl Dims {
+    /// Sizes of `batch` sequences. The other sizes are 0 until the rest of a chain gives them:
+    /// `Dims::batch(2).seqlens(128, 512).heads(8, 2).head_dim(64)`.
+    #[must_use]
+    pub const fn batch(batch: u32) -> Self {
+        let (seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v) = (0, 0, 0, 0, 0, 0);
+        Self { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v }
+    }
+
+    /// Queries and keys of a sequence.
+    #[must_use]
+    pub const fn seqlens(self, seqlen_q: u32, seqlen_k: u32) -> Self {
+        Self { seqlen_q, seqlen_k, ..self }
+    }
+
+    /// Query heads, and heads of K and V.
+    #[must_use]
+    pub const fn heads(self, num_heads_q: u32, num_heads_kv: u32) -> Self {
+        Self { num_heads_q, num_heads_kv, ..self }
+    }
+
+    /// Elements of a row of Q and K, and of a row of V and O.
+    #[must_use]
+    pub const fn head_dims(self, head_dim_qk: u32, head_dim_v: u32) -> Self {
+        Self { head_dim_qk, head_dim_v, ..self }
+    }
+
+    /// Elements of a row of each tensor.
+    #[must_use]
+    pub const fn head_dim(self, head_dim: u32) -> Self {
+        self.head_dims(head_dim, head_dim)
+    }
+}
+
 /// Longest sequence, and most rows of a packed tensor: 2^31 - 65536. The index of a tile's last row may lie beyond
 /// the sequence, and must fit 31 bits in every kernel.
 pub const MAX_SEQLEN: u32 = i32::MAX.unsigned_abs() - 0xFFFF;
@@ -90,9 +124,7 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 /// ```
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec};
 ///
-/// let dims = Dims {
-///     batch: 1, seqlen_q: 4, seqlen_k: 9, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
-/// };
+/// let dims = Dims::batch(1).seqlens(4, 9).heads(2, 1).head_dim(8);
 /// let problem = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).softcap(30.0).write_lse(true);
 /// assert!(problem.validate().is_ok());
 /// ```

@@ -17,9 +17,7 @@ use crate::problem::{FwdProblem, MAX_SEQLEN};
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec, Part};
 ///
 /// // Queries 6..8 and keys 0..4 of a causal sequence of 8: every one of these queries sees every one of these keys.
-/// let dims = Dims {
-///     batch: 1, seqlen_q: 2, seqlen_k: 4, num_heads_q: 1, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
-/// };
+/// let dims = Dims::batch(1).seqlens(2, 4).heads(1, 1).head_dim(8);
 /// let part = Part { position_q: 6, seqlens: Some([8, 8]), ..Part::default() };
 /// let problem = FwdProblem::batch(DType::F32, dims).mask(MaskSpec::CAUSAL).part(part);
 /// assert!(problem.band(2, 4).visible(0, 3));
@@ -181,15 +179,7 @@ mod tests {
     const WHOLE: [u32; 2] = [7, 9];
 
     fn problem(mask: &str, seqlen_q: u32, seqlen_k: u32) -> FwdProblem {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: 4,
-            num_heads_kv: 2,
-            head_dim_qk: 8,
-            head_dim_v: 8,
-        };
+        let dims = Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(4, 2).head_dim(8);
         FwdProblem::batch(DType::F32, dims)
             .mask(mask.parse().unwrap())
             .bias(Bias::Alibi { per_batch: false })

@@ -320,15 +320,8 @@ mod tests {
     #[test]
     fn rows_of_bytes_without_lists_are_walked_one_by_one_and_refuse_what_a_walk_lacks() {
         let rows = CacheRows::Bytes656;
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 3,
-            seqlen_k: 100,
-            num_heads_q: 4,
-            num_heads_kv: 1,
-            head_dim_qk: rows.head_dim_qk(),
-            head_dim_v: CacheRows::HEAD_DIM_V,
-        };
+        let dims =
+            Dims::batch(2).seqlens(3, 100).heads(4, 1).head_dims(rows.head_dim_qk(), CacheRows::HEAD_DIM_V);
         let layout = KvLayout::Paged { page_size: 16 };
         let plain = || {
             let mut problem = FwdProblem::new(crate::QLayout::Batch, layout, DType::Bf16, dims);

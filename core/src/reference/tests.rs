@@ -163,18 +163,7 @@ impl Operands {
 }
 
 fn small(mask: &str) -> FwdProblem {
-    let mut problem = FwdProblem::batch(
-        DType::F32,
-        Dims {
-            batch: 2,
-            seqlen_q: 4,
-            seqlen_k: 5,
-            num_heads_q: 4,
-            num_heads_kv: 2,
-            head_dim_qk: 3,
-            head_dim_v: 2,
-        },
-    );
+    let mut problem = FwdProblem::batch(DType::F32, Dims::batch(2).seqlens(4, 5).heads(4, 2).head_dims(3, 2));
     problem.mask = mask.parse().unwrap();
     problem
 }
@@ -629,15 +618,7 @@ fn a_spread_is_the_root_of_the_squares_of_the_definitions_terms() {
 
 #[test]
 fn the_plain_algorithm_scales_an_fp8_p_up_before_it_is_rounded_and_down_after() {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 1,
-        seqlen_k: 1,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 1,
-        head_dim_v: 1,
-    };
+    let dims = Dims::batch(1).seqlens(1, 1).heads(1, 1).head_dim(1);
     let problem = FwdProblem::batch(DType::E4m3Fn, dims);
     let one = [0x38u8];
     let slice = DevSlice::host(&one);
@@ -659,15 +640,7 @@ fn the_plain_algorithm_scales_an_fp8_p_up_before_it_is_rounded_and_down_after() 
 #[test]
 fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_positions() {
     const CACHED: [i32; 2] = [3, 1];
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 2,
-        seqlen_k: 8,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 5,
-        head_dim_v: 2,
-    };
+    let dims = Dims::batch(2).seqlens(2, 8).heads(2, 1).head_dims(5, 2);
     // Under a causal mask each query has a position of its own; without a mask all have that of the first.
     for (mask, advances) in [("b", 1), ("0", 0)] {
         let mut problem = FwdProblem::batch(DType::F32, dims);

@@ -167,15 +167,7 @@ mod tests {
     use super::*;
     use crate::{DType, Dims, FwdProblem};
 
-    const DIMS: Dims = Dims {
-        batch: 3,
-        seqlen_q: 70,
-        seqlen_k: 9,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    const DIMS: Dims = Dims::batch(3).seqlens(70, 9).heads(2, 1).head_dim(8);
 
     #[test]
     fn every_part_lies_behind_the_one_before_and_inside() {

@@ -240,15 +240,7 @@ mod tests {
     #[test]
     fn turned_queries_have_a_place_for_each_sequence_and_row_of_it() {
         for seqlen_q in [1, 9] {
-            let dims = Dims {
-                batch: 3,
-                seqlen_q,
-                seqlen_k: 40,
-                num_heads_q: 2,
-                num_heads_kv: 1,
-                head_dim_qk: 20,
-                head_dim_v: 16,
-            };
+            let dims = Dims::batch(3).seqlens(seqlen_q, 40).heads(2, 1).head_dims(20, 16);
             let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::Bf16, dims);
             problem.cache.rotary =
                 Some(Rotary { dim: 16, pairs: RotaryPairs::Half, max_pos: 64, dtype: DType::F32 });

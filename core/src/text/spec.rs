@@ -287,15 +287,7 @@ mod tests {
     use crate::problem::Dims;
 
     fn problem() -> FwdProblem {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 3,
-            seqlen_k: 5,
-            num_heads_q: 4,
-            num_heads_kv: 2,
-            head_dim_qk: 16,
-            head_dim_v: 8,
-        };
+        let dims = Dims::batch(2).seqlens(3, 5).heads(4, 2).head_dims(16, 8);
         FwdProblem::batch(DType::Bf16, dims)
     }
 

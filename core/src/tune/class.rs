@@ -133,15 +133,7 @@ mod tests {
     use crate::score::{BiasBroadcast, ElementwiseBias};
     use crate::{Dims, MaskSpec};
 
-    const DIMS: Dims = Dims {
-        batch: 2,
-        seqlen_q: 4096,
-        seqlen_k: 4096,
-        num_heads_q: 12,
-        num_heads_kv: 4,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    const DIMS: Dims = Dims::batch(2).seqlens(4096, 4096).heads(12, 4).head_dim(64);
 
     fn base() -> FwdProblem {
         FwdProblem::batch(DType::F16, DIMS)

@@ -160,15 +160,7 @@ mod tests {
 
     /// Class of calls with `batch` sequences.
     fn class(batch: u32) -> TileClass {
-        let dims = Dims {
-            batch,
-            seqlen_q: 4096,
-            seqlen_k: 4096,
-            num_heads_q: 12,
-            num_heads_kv: 4,
-            head_dim_qk: 64,
-            head_dim_v: 64,
-        };
+        let dims = Dims::batch(batch).seqlens(4096, 4096).heads(12, 4).head_dim(64);
         TileClass::of_fwd(&FwdProblem::batch(DType::F16, dims))
     }
 

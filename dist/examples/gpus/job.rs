@@ -48,15 +48,8 @@ impl Job {
         let decodes = self.operation == "decode" || self.schemes == ["decode"];
         let seqlen_q = if decodes { 1 } else { tokens };
         let (seqlen_k, num_heads_q, num_heads_kv) = (tokens, 32, 8);
-        let mut dims = Dims {
-            batch: 1,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q,
-            num_heads_kv,
-            head_dim_qk: 128,
-            head_dim_v: 128,
-        };
+        let mut dims =
+            Dims::batch(1).seqlens(seqlen_q, seqlen_k).heads(num_heads_q, num_heads_kv).head_dim(128);
         let (queries, keys) = if decodes {
             (Partition::replicated(1, ranks), Partition::contiguous(tokens, ranks))
         } else {

@@ -68,15 +68,7 @@ mod tests {
     use crate::problem::Problem;
 
     fn whole(tokens: u32, partition: Partition) -> Whole {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: tokens,
-            seqlen_k: tokens,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: 8,
-            head_dim_v: 8,
-        };
+        let dims = Dims::batch(1).seqlens(tokens, tokens).heads(1, 1).head_dim(8);
         let ranks = partition.ranks();
         Whole::new(&Problem::new(FwdProblem::batch(DType::Bf16, dims), partition), 0, ranks).unwrap()
     }

@@ -145,15 +145,7 @@ mod tests {
     use crate::scheme::last_home;
 
     fn zig_zag(tokens: u32, ranks: u32) -> Whole {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: tokens,
-            seqlen_k: tokens,
-            num_heads_q: 32,
-            num_heads_kv: 8,
-            head_dim_qk: 128,
-            head_dim_v: 128,
-        };
+        let dims = Dims::batch(1).seqlens(tokens, tokens).heads(32, 8).head_dim(128);
         let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
         Whole::new(&Problem::new(whole, Partition::zig_zag(tokens, ranks)), 0, ranks).unwrap()
     }
@@ -246,15 +238,7 @@ mod tests {
     #[test]
     fn all_ranks_find_the_same_costs_whatever_their_rows() {
         let offsets = vec![0, 13, 13, 30, 41];
-        let dims = Dims {
-            batch: 4,
-            seqlen_q: 17,
-            seqlen_k: 17,
-            num_heads_q: 4,
-            num_heads_kv: 4,
-            head_dim_qk: 16,
-            head_dim_v: 16,
-        };
+        let dims = Dims::batch(4).seqlens(17, 17).heads(4, 4).head_dim(16);
         let whole = FwdProblem::group(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
         for ranks in [2, 3, 4] {
             let problem = Problem::new(whole.clone(), Partition::zig_zag(41, ranks));

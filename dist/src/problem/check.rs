@@ -131,15 +131,7 @@ mod tests {
 
     #[test]
     fn what_one_device_alone_takes_is_refused_by_its_field() {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 8,
-            seqlen_k: 8,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: 8,
-            head_dim_v: 8,
-        };
+        let dims = Dims::batch(1).seqlens(8, 8).heads(1, 1).head_dim(8);
         let whole = FwdProblem::batch(DType::Bf16, dims);
         let field = |whole: FwdProblem| {
             let refused = Whole::new(&Problem::new(whole, Partition::contiguous(8, 2)), 1, 2).map(|_| ());

@@ -32,9 +32,7 @@ use crate::partition::Partition;
 /// use fmha::{DType, Dims, FwdProblem, MaskSpec};
 /// use fmha_dist::{Partition, Problem};
 ///
-/// let dims = Dims {
-///     batch: 1, seqlen_q: 4096, seqlen_k: 4096, num_heads_q: 8, num_heads_kv: 2, head_dim_qk: 64, head_dim_v: 64,
-/// };
+/// let dims = Dims::batch(1).seqlens(4096, 4096).heads(8, 2).head_dim(64);
 /// let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
 /// let problem = Problem::new(whole, Partition::zig_zag(4096, 4));
 /// assert_eq!(problem.q.rows_of(2), 1024);

@@ -40,15 +40,7 @@ fn is_ordered(program: &Program) {
 
 #[test]
 fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 64,
-        seqlen_k: 64,
-        num_heads_q: 16,
-        num_heads_kv: 8,
-        head_dim_qk: 16,
-        head_dim_v: 16,
-    };
+    let dims = Dims::batch(1).seqlens(64, 64).heads(16, 8).head_dim(16);
     let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
     let problem = Problem::new(whole, Partition::zig_zag(64, 4));
     let (device, options) = (Backend::Cpu.open().unwrap(), PlanOptions::default());
@@ -82,15 +74,7 @@ fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
 /// no event. The kernels of a rank with two runs of keys do not wait for each other.
 #[test]
 fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 3,
-        seqlen_k: 64,
-        num_heads_q: 8,
-        num_heads_kv: 2,
-        head_dim_qk: 16,
-        head_dim_v: 24,
-    };
+    let dims = Dims::batch(2).seqlens(3, 64).heads(8, 2).head_dims(16, 24);
     let whole = FwdProblem::batch(DType::Bf16, dims).write_lse(true);
     let keys = Partition::new(64, vec![vec![0..9], vec![], vec![9..20, 40..64], vec![20..40]]).unwrap();
     let problem = Problem::new(whole, Partition::replicated(3, 4)).keys(keys);
@@ -131,15 +115,7 @@ fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
 fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
     let device = Backend::Cpu.open().unwrap();
     let options = PlanOptions::default();
-    let dims = |batch, tokens| Dims {
-        batch,
-        seqlen_q: tokens,
-        seqlen_k: tokens,
-        num_heads_q: 8,
-        num_heads_kv: 4,
-        head_dim_qk: 16,
-        head_dim_v: 16,
-    };
+    let dims = |batch, tokens| Dims::batch(batch).seqlens(tokens, tokens).heads(8, 4).head_dim(16);
     let offsets = vec![0, 70, 70, 101, 256];
     let packed = FwdProblem::group(DType::Bf16, dims(4, 155)).mask(MaskSpec::CAUSAL).write_lse(true);
     let problem = |dtype, batch, tokens: u32| {
@@ -200,15 +176,7 @@ fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
 fn no_merge_has_more_parts_than_every_device_takes() {
     assert_eq!(MAX_PARTS as usize, fmha_core::abi::MAX_PARTS);
     let (device, options) = (Backend::Cpu.open().unwrap(), PlanOptions::default());
-    let dims = |batch, tokens| Dims {
-        batch,
-        seqlen_q: tokens,
-        seqlen_k: tokens,
-        num_heads_q: 2,
-        num_heads_kv: 2,
-        head_dim_qk: 8,
-        head_dim_v: 8,
-    };
+    let dims = |batch, tokens| Dims::batch(batch).seqlens(tokens, tokens).heads(2, 2).head_dim(8);
     let many_ranks =
         Problem::new(FwdProblem::batch(DType::Bf16, dims(1, 200)), Partition::contiguous(200, 200));
     let offsets: Vec<u32> = (0..=150).map(|at| 2 * at).collect();

@@ -86,15 +86,7 @@ mod tests {
     use crate::sm100::choose_tile;
 
     fn decode(batch: u32, seqlen_q: u32, heads: (u32, u32), seqlen_k: u32, kv: KvLayout) -> FwdProblem {
-        let dims = Dims {
-            batch,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: heads.0,
-            num_heads_kv: heads.1,
-            head_dim_qk: 128,
-            head_dim_v: 128,
-        };
+        let dims = Dims::batch(batch).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dim(128);
         let mut problem = FwdProblem::new(QLayout::Batch, kv, DType::Bf16, dims);
         problem.layout.seqused_k = true;
         problem

@@ -431,15 +431,7 @@ mod tests {
     fn a_plan_s_modelled_rate_is_near_the_published_one() {
         for (arch, peak, published) in [("sm_100a", 2568.0, 1695.0), ("sm_103a", 2578.0, 2116.0)] {
             let facts = DeviceFacts::stated(arch).unwrap();
-            let dims = fmha_core::Dims {
-                batch: 2,
-                seqlen_q: 8192,
-                seqlen_k: 8192,
-                num_heads_q: 64,
-                num_heads_kv: 8,
-                head_dim_qk: 128,
-                head_dim_v: 128,
-            };
+            let dims = fmha_core::Dims::batch(2).seqlens(8192, 8192).heads(64, 8).head_dim(128);
             let problem = FwdProblem::batch(DType::Bf16, dims);
             let tile = crate::sm100::choose_tile(&problem, arch, facts.num_sms);
             let schedule = tile.schedule(&problem).unwrap();

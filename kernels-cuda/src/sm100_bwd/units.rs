@@ -53,15 +53,7 @@ mod tests {
     use super::*;
 
     fn spec(qk: u32, v: u32) -> BwdSpec {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 512,
-            seqlen_k: 512,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: qk,
-            head_dim_v: v,
-        };
+        let dims = Dims::batch(1).seqlens(512, 512).heads(1, 1).head_dims(qk, v);
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
         let _: FwdSpec = FwdSpec::of(&problem.fwd);
         BwdSpec::of(&problem)

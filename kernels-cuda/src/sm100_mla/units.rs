@@ -148,15 +148,7 @@ mod tests {
     fn lists_take_the_time_of_the_page() {
         let facts = DeviceFacts::stated("sm_100a").unwrap();
         for (qk, micros) in [(576, "1779"), (512, "1684")] {
-            let dims = Dims {
-                batch: 1,
-                seqlen_q: 4096,
-                seqlen_k: 65536,
-                num_heads_q: 128,
-                num_heads_kv: 1,
-                head_dim_qk: qk,
-                head_dim_v: 512,
-            };
+            let dims = Dims::batch(1).seqlens(4096, 65536).heads(128, 1).head_dims(qk, 512);
             let problem = FwdProblem::batch(DType::Bf16, dims);
             let lists = KeyLists::new(&problem, 2048);
             let problem = problem.lists(lists);

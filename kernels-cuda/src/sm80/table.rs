@@ -487,15 +487,7 @@ mod tests {
 
     /// A problem with this many tokens, each with 2048 listed keys, over latent rows of 576 elements.
     fn latent_lists(batch: u32, tokens: u32, heads: u32) -> FwdProblem {
-        let dims = Dims {
-            batch,
-            seqlen_q: tokens,
-            seqlen_k: 65536,
-            num_heads_q: heads,
-            num_heads_kv: 1,
-            head_dim_qk: 576,
-            head_dim_v: 512,
-        };
+        let dims = Dims::batch(batch).seqlens(tokens, 65536).heads(heads, 1).head_dims(576, 512);
         let mut problem = FwdProblem::batch(DType::Bf16, dims);
         (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
         let lists = fmha_core::KeyLists::new(&problem, 2048);
@@ -538,15 +530,8 @@ mod tests {
         for (seqlen_q, ratio) in [(1, 1), (1, 8), (16, 4), (32, 1), (33, 1), (40, 4), (64, 1), (100, 2)] {
             for seqlen_k in [8, 100, 127, 128, 300, 500, 600, 5000] {
                 for (batch, used) in [(1, false), (1, true), (7, false), (7, true), (300, true)] {
-                    let dims = Dims {
-                        batch,
-                        seqlen_q,
-                        seqlen_k,
-                        num_heads_q: 2 * ratio,
-                        num_heads_kv: 2,
-                        head_dim_qk: 128,
-                        head_dim_v: 128,
-                    };
+                    let dims =
+                        Dims::batch(batch).seqlens(seqlen_q, seqlen_k).heads(2 * ratio, 2).head_dim(128);
                     let mut problem = FwdProblem::batch(DType::Bf16, dims);
                     problem.layout.seqused_k = used;
                     for room in ROOMS {
@@ -566,15 +551,7 @@ mod tests {
     #[test]
     fn a_short_query_s_keys_are_cut_where_tiles_are_few() {
         let decode = |batch, seqlen_k| {
-            let dims = Dims {
-                batch,
-                seqlen_q: 1,
-                seqlen_k,
-                num_heads_q: 32,
-                num_heads_kv: 8,
-                head_dim_qk: 128,
-                head_dim_v: 128,
-            };
+            let dims = Dims::batch(batch).seqlens(1, seqlen_k).heads(32, 8).head_dim(128);
             choose_tile(&FwdProblem::batch(DType::Bf16, dims), ROOMS[3])
         };
         let one = decode(1, 32768);

@@ -31,15 +31,10 @@ impl Call {
             let (num_heads_q, num_heads_kv) = heads.split_once('/')?;
             let longest = lengths.split_once("..").map_or(lengths, |(_, longest)| longest);
             let head_dim = head_dim.parse().ok()?;
-            let dims = Dims {
-                batch: batch.parse().ok()?,
-                seqlen_q: queries.parse().ok()?,
-                seqlen_k: longest.parse().ok()?,
-                num_heads_q: num_heads_q.parse().ok()?,
-                num_heads_kv: num_heads_kv.parse().ok()?,
-                head_dim_qk: head_dim,
-                head_dim_v: head_dim,
-            };
+            let dims = Dims::batch(batch.parse().ok()?)
+                .seqlens(queries.parse().ok()?, longest.parse().ok()?)
+                .heads(num_heads_q.parse().ok()?, num_heads_kv.parse().ok()?)
+                .head_dim(head_dim);
             let mut problem = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL);
             problem.layout.seqused_k = lengths.contains("..");
             if page != "-" {

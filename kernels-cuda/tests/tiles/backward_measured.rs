@@ -27,15 +27,10 @@ fn measured() -> Vec<(String, Measured)> {
         let pair = |text: &str| text.split_once('/').map(|(a, b)| (number(a), number(b))).unwrap();
         let ((num_heads_q, num_heads_kv), (head_dim_qk, head_dim_v)) = (pair(heads), pair(head_dims));
         let (batch, seqlen) = (number(batch), number(seqlen));
-        let dims = Dims {
-            batch,
-            seqlen_q: seqlen,
-            seqlen_k: seqlen,
-            num_heads_q,
-            num_heads_kv,
-            head_dim_qk,
-            head_dim_v,
-        };
+        let dims = Dims::batch(batch)
+            .seqlens(seqlen, seqlen)
+            .heads(num_heads_q, num_heads_kv)
+            .head_dims(head_dim_qk, head_dim_v);
         assert!(made.len() == 10 && matches!(device, "H100" | "H200"), "{line}");
         let mask = if mask == "causal" { MaskSpec::CAUSAL } else { MaskSpec::NONE };
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims).mask(mask));

@@ -362,15 +362,7 @@ mod tests {
 
     /// Solves a problem whose inputs `change` has modified.
     fn solved_with(change: impl FnOnce(&mut HostBwd)) -> HostBwd {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 40,
-            seqlen_k: 30,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: 4,
-            head_dim_v: 4,
-        };
+        let dims = Dims::batch(1).seqlens(40, 30).heads(2, 1).head_dim(4);
         let mut fwd = FwdProblem::batch(DType::F32, dims);
         (fwd.mask, fwd.score.sink) = ("b".parse().unwrap(), true);
         let broadcast = BiasBroadcast::OneHead;

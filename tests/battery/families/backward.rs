@@ -58,15 +58,7 @@ fn column_major(cases: &mut Vec<Case>) {
         let sizes = [(64, 101, "b"), (128, 101, "0"), (192, 101, "b:40,0"), (20, 101, "b"), (72, 136, "b")];
         for (head_dim, seqlen_k, mask) in sizes {
             let name = format!("backward/column_major_v/{dtype}/d{head_dim}/{mask}");
-            let sizes = Dims {
-                batch: 2,
-                seqlen_q: 130,
-                seqlen_k,
-                num_heads_q: 2,
-                num_heads_kv: 1,
-                head_dim_qk: head_dim,
-                head_dim_v: head_dim,
-            };
+            let sizes = Dims::batch(2).seqlens(130, seqlen_k).heads(2, 1).head_dim(head_dim);
             let mut problem = masked(dtype, sizes, mask);
             (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
             let numbers = data(&name);
@@ -101,15 +93,7 @@ fn modifiers(cases: &mut Vec<Case>) {
                 // combination.
                 let packed = (n + head_dim as usize / 8 + usize::from(dtype == DType::F16)).is_multiple_of(2);
                 let mask = ["b", "0", "b:60,3,2"][(n + head_dim as usize / 64) % 3];
-                let dims = Dims {
-                    batch: 2,
-                    seqlen_q: 140,
-                    seqlen_k: 150,
-                    num_heads_q: 2,
-                    num_heads_kv: 1,
-                    head_dim_qk: head_dim,
-                    head_dim_v,
-                };
+                let dims = Dims::batch(2).seqlens(140, 150).heads(2, 1).head_dims(head_dim, head_dim_v);
                 let sequences = [(140, 60), (30, 150)];
                 let (fwd, lengths) = if packed {
                     (group(dtype, dims, &sequences, mask), Lengths::packed(&sequences))
@@ -145,15 +129,7 @@ fn modifier_pairs(cases: &mut Vec<Case>) {
                 let dtype = if (n + m).is_multiple_of(2) { DType::Bf16 } else { DType::F16 };
                 let order = if deterministic { "in_order" } else { "any_order" };
                 let name = format!("backward/pairs/{dtype}/{}/{modifier}/{mask}/{order}", label(qk, v));
-                let dims = Dims {
-                    batch: 1,
-                    seqlen_q: 70,
-                    seqlen_k: 75,
-                    num_heads_q: 2,
-                    num_heads_kv: 1,
-                    head_dim_qk: qk,
-                    head_dim_v: v,
-                };
+                let dims = Dims::batch(1).seqlens(70, 75).heads(2, 1).head_dims(qk, v);
                 let (problem, data) = (modified(masked(dtype, dims, mask), modifier), data(&name));
                 let (lengths, planted) = (Lengths::default(), Vec::new());
                 let body = Backward { problem, lengths, data, deterministic, planted };
@@ -206,14 +182,8 @@ pub(super) fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
 /// in a block; dO with another layout than O; very different head dimensions.
 fn field(cases: &mut Vec<Case>) {
     let sequences = [(0, 0), (1, 1), (65, 65), (0, 5), (127, 130), (1, 0), (129, 64)];
-    let dims = |head_dim_qk, head_dim_v| Dims {
-        batch: 2,
-        seqlen_q: 129,
-        seqlen_k: 130,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk,
-        head_dim_v,
+    let dims = |head_dim_qk, head_dim_v| {
+        Dims::batch(2).seqlens(129, 130).heads(2, 1).head_dims(head_dim_qk, head_dim_v)
     };
     for dtype in [DType::F16, DType::Bf16] {
         for head_dim in [64, 128] {
@@ -333,15 +303,7 @@ fn any_softcap(cases: &mut Vec<Case>) {
             [(3e38, 64, "0"), (f32::MAX, 128, "b"), (3e38, 160, "b"), (1e6, 64, "b"), (1e-2, 64, "0")]
         {
             let name = format!("backward/any_softcap/{dtype}/{}/{mask}/{cap:e}", label(head_dim, head_dim));
-            let dims = Dims {
-                batch: 1,
-                seqlen_q: 40,
-                seqlen_k: 70,
-                num_heads_q: 2,
-                num_heads_kv: 1,
-                head_dim_qk: head_dim,
-                head_dim_v: head_dim,
-            };
+            let dims = Dims::batch(1).seqlens(40, 70).heads(2, 1).head_dim(head_dim);
             let mut fwd = masked(dtype, dims, mask);
             fwd.score.softcap = Some(cap);
             let (problem, data) = (BwdProblem::new(fwd), data(&name));
@@ -354,15 +316,7 @@ fn any_softcap(cases: &mut Vec<Case>) {
 fn beside_the_products(cases: &mut Vec<Case>) {
     for (head_dim, heads, seqlen, mask) in [(64, 36, 1024, "0"), (128, 18, 2048, "b")] {
         let name = format!("backward/delta_beside/bf16/{}/{mask}", label(head_dim, head_dim));
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: seqlen,
-            seqlen_k: seqlen,
-            num_heads_q: heads,
-            num_heads_kv: heads,
-            head_dim_qk: head_dim,
-            head_dim_v: head_dim,
-        };
+        let dims = Dims::batch(1).seqlens(seqlen, seqlen).heads(heads, heads).head_dim(head_dim);
         let (problem, data) = (BwdProblem::new(masked(DType::Bf16, dims, mask)), data(&name));
         cases.push(Case::backward(name, problem, Lengths::default(), data));
     }
@@ -378,14 +332,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
     };
     for (head_dim, head_dim_v) in [(64, 64), (128, 128), (160, 160), (192, 128), (200, 200)] {
         let of = label(head_dim, head_dim_v);
-        let dims = |seqlen_q, seqlen_k| Dims {
-            batch: 1,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: head_dim,
-            head_dim_v,
+        let dims = |seqlen_q, seqlen_k| {
+            Dims::batch(1).seqlens(seqlen_q, seqlen_k).heads(2, 1).head_dims(head_dim, head_dim_v)
         };
         // Masks: a window with both ends beyond the diagonal; sink columns alone, a few and more than a block of
         // keys.
@@ -470,30 +418,14 @@ fn over_blocks(cases: &mut Vec<Case>) {
     }
     // Clusters of key blocks with ordered additions, more than four multiprocessors run at a time.
     let name = "backward/in_turns/more_clusters_than_run/bf16/d256/0".to_owned();
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 200,
-        seqlen_k: 300,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: 256,
-        head_dim_v: 256,
-    };
+    let dims = Dims::batch(1).seqlens(200, 300).heads(1, 1).head_dim(256);
     push(name, dims, DType::Bf16, "0", true, Vec::new());
 }
 
 /// Four parts of a packed sequence's kv head that add to dK and dV in order, with another sequence beside them.
 fn parts_in_turns(cases: &mut Vec<Case>) {
     let sequences = [(70, 300), (300, 200)];
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 300,
-        seqlen_k: 300,
-        num_heads_q: 8,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(2).seqlens(300, 300).heads(8, 1).head_dim(64);
     let name = "backward/in_turns/parts/bf16/d64/b".to_owned();
     let (problem, data) = (BwdProblem::new(group(DType::Bf16, dims, &sequences, "b")), data(&name));
     let lengths = Lengths::packed(&sequences);
@@ -506,15 +438,7 @@ fn parts_in_turns(cases: &mut Vec<Case>) {
 fn every_bit_in_turns(cases: &mut Vec<Case>) {
     for mask in ["0", "b:170,3,2"] {
         let name = format!("backward/in_turns/f32_gradients/bf16/d64/{mask}");
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 290,
-            seqlen_k: 520,
-            num_heads_q: 2,
-            num_heads_kv: 2,
-            head_dim_qk: 64,
-            head_dim_v: 64,
-        };
+        let dims = Dims::batch(1).seqlens(290, 520).heads(2, 2).head_dim(64);
         let mut problem = BwdProblem::new(masked(DType::Bf16, dims, mask));
         problem.dtype_grad = DType::F32;
         let (lengths, data) = (Lengths::default(), data(&name));
@@ -528,15 +452,7 @@ fn every_bit_in_turns(cases: &mut Vec<Case>) {
 fn hidden_in_packed(cases: &mut Vec<Case>) {
     let sequences = [(40, 90), (150, 150)];
     for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128)] {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 150,
-            seqlen_k: 150,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: head_dim,
-            head_dim_v,
-        };
+        let dims = Dims::batch(2).seqlens(150, 150).heads(2, 1).head_dims(head_dim, head_dim_v);
         for mask in ["b", "b:60,3,2"] {
             let name = format!("backward/hidden/packed/bf16/{}/{mask}", label(head_dim, head_dim_v));
             let planted = vec![
@@ -555,15 +471,7 @@ fn hidden_in_packed(cases: &mut Vec<Case>) {
 /// one's rows end, and no mask has rows computed again.
 fn packed_on_one_side(cases: &mut Vec<Case>) {
     for (head_dim, head_dim_v) in [(64, 64), (192, 128), (256, 256)] {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 70,
-            seqlen_k: 70,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: head_dim,
-            head_dim_v,
-        };
+        let dims = Dims::batch(2).seqlens(70, 70).heads(2, 1).head_dims(head_dim, head_dim_v);
         for side in ["queries", "keys"] {
             let queries = side == "queries";
             let name = format!("backward/field/packed_{side}/bf16/{}/0", label(head_dim, head_dim_v));
@@ -595,15 +503,7 @@ fn packed_on_one_side(cases: &mut Vec<Case>) {
 /// nothing.
 fn far_rows(cases: &mut Vec<Case>) {
     const ROWS: [u32; 3] = [3, 17, 41];
-    let dims = |head_dim| Dims {
-        batch: 1,
-        seqlen_q: 70,
-        seqlen_k: 90,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    };
+    let dims = |head_dim| Dims::batch(1).seqlens(70, 90).heads(2, 1).head_dim(head_dim);
     let without_dout = |planted: &mut Vec<_>, head_dim: u32| {
         for (head, d) in (0..2).flat_map(|head| (0..head_dim).map(move |d| (head, d))) {
             planted.push((Operand::Dout, [0, ROWS[2], head, d], 0.0));
@@ -706,15 +606,7 @@ fn far_products(cases: &mut Vec<Case>) {
 /// An f32 NaN from the caller with any bits: rounding by an addition to its bits may turn it into a number. It is
 /// in a bias that some queries see, in LSE's gradient, or in a head's slope.
 fn any_nan(cases: &mut Vec<Case>) {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 70,
-        seqlen_k: 90,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(70, 90).heads(2, 1).head_dim(64);
     for (bits, value) in [("positive", i64::MAX as u64), ("negative", u64::MAX)] {
         for dtype in [DType::F16, DType::Bf16] {
             let value = f64::from_bits(value);
@@ -759,14 +651,8 @@ pub(super) fn random_options(fwd: FwdProblem, totals: Totals, seed: u64) -> (Bwd
 }
 
 fn edges(cases: &mut Vec<Case>) {
-    let dims = |seqlen_q, seqlen_k, head_dim| Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
+    let dims = |seqlen_q, seqlen_k, head_dim| {
+        Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(4, 2).head_dim(head_dim)
     };
     let mut push = |name: String, problem: BwdProblem, lengths: Lengths, room: Room, init: Init| {
         let data = Data { init, room, ..data(&name) };

@@ -64,15 +64,7 @@ fn keys_of_gradients(cases: &mut Vec<Case>) {
     for (head_dim, mask) in [(64, "0"), (64, "b"), (128, "b"), (128, "0"), (256, "0")] {
         for heads in [[6, 1], [1, 1], [8, 2]] {
             for packed in [false, true] {
-                let dims = Dims {
-                    batch: 2,
-                    seqlen_q: 260,
-                    seqlen_k: 200,
-                    num_heads_q: heads[0],
-                    num_heads_kv: heads[1],
-                    head_dim_qk: head_dim,
-                    head_dim_v: head_dim,
-                };
+                let dims = Dims::batch(2).seqlens(260, 200).heads(heads[0], heads[1]).head_dim(head_dim);
                 let lie = if packed { "packed" } else { "batch" };
                 let [q, kv] = heads;
                 let name = format!("bits/few_keys/bf16/d{head_dim}/{mask}/h{q}kv{kv}/{lie}");

@@ -48,15 +48,7 @@ pub(crate) fn cases() -> Vec<Case> {
 
 /// Masks whose bounds decide most tiles, over tiles of every size: fully visible, hidden and partly masked ones.
 fn bounds(cases: &mut Vec<Case>) {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 300,
-        seqlen_k: 300,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 32,
-        head_dim_v: 32,
-    };
+    let dims = Dims::batch(2).seqlens(300, 300).heads(2, 1).head_dim(32);
     // Heads enough that kernels have the mask in bits, of rows that end within a word.
     let of_heads = Dims { num_heads_q: 4, seqlen_q: 290, seqlen_k: 330, ..dims };
     let blocks = "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)";
@@ -82,15 +74,7 @@ fn bounds(cases: &mut Vec<Case>) {
 
 /// Functions that kernels have built in, whole or in part: of fewer keys than queries, packed, and beside a band.
 fn built_in(cases: &mut Vec<Case>) {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 150,
-        seqlen_k: 130,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 32,
-        head_dim_v: 32,
-    };
+    let dims = Dims::batch(2).seqlens(150, 130).heads(4, 2).head_dim(32);
     let longer = Dims { seqlen_q: 70, ..dims };
     let masks = [
         ("mask_causal", dims, "k <= q", "0"),
@@ -128,15 +112,7 @@ fn built_in(cases: &mut Vec<Case>) {
 
 pub(super) fn problem(dtype: DType, variant: &str, what: &str, seed: u64) -> (FwdProblem, Lengths) {
     let seqlen_q = if variant == "few_queries" { 3 } else { 70 };
-    let dims = Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k: 130,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 32,
-        head_dim_v: 24,
-    };
+    let dims = Dims::batch(2).seqlens(seqlen_q, 130).heads(4, 2).head_dims(32, 24);
     let (mut problem, mut lengths) = (masked(dtype, dims, "0"), Lengths::default());
     match variant {
         "group" => {

@@ -47,15 +47,7 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims {
-    Dims {
-        batch: 3,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: heads.0,
-        num_heads_kv: heads.1,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    }
+    Dims::batch(3).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dim(head_dim)
 }
 
 fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths) {
@@ -101,6 +93,24 @@ pub(super) fn in_pages(
     problem.strides.v = Strides::bshd(problem.shape_v());
     (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
     (problem, lengths)
+}
+
+/// As [`in_pages`], where there is a page size.
+pub(super) fn placed(
+    problem: FwdProblem,
+    page_size: Option<u32>,
+    lengths: Lengths,
+    name: &str,
+) -> (FwdProblem, Lengths) {
+    match page_size {
+        None => (problem, lengths),
+        Some(page_size) => in_pages(problem, page_size, lengths, name),
+    }
+}
+
+/// The word for a cache's layout in names of cases.
+fn layout_of(page_size: Option<u32>) -> String {
+    page_size.map_or("strided".to_owned(), |size| format!("p{size}"))
 }
 
 /// Lengths of three caches, the longest among them.
@@ -159,22 +169,20 @@ fn appended(cases: &mut Vec<Case>) {
         for (new, seqlen_q) in [(1, 1), (1, 3), (4, 4), (5, 2), (17, 17), (0, 1)] {
             for page_size in [None, Some(1), Some(5), Some(16)] {
                 for mask in ["0", "b", "b:9,0"] {
-                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let layout = layout_of(page_size);
                     let name = format!("decode/append/{dtype}/new{new}/q{seqlen_q}/{layout}/{mask}");
                     let mut problem = masked(dtype, dims(seqlen_q, 60, (4, 2), 32), mask);
                     problem.layout.seqused_k = true;
                     problem.cache.append = Some(Append::batch(&problem, new));
                     let mut lengths =
                         Lengths { seqused_k: vec![60 - new.cast_signed(), 0, 31], ..Lengths::default() };
-                    if let Some(page_size) = page_size {
-                        (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-                    }
+                    (problem, lengths) = placed(problem, page_size, lengths, &name);
                     push(cases, name, problem, lengths);
                 }
             }
         }
         for page_size in [None, Some(4)] {
-            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let layout = layout_of(page_size);
             let name = format!("decode/append_packed/{dtype}/{layout}");
             let mut problem = masked(dtype, dims(9, 50, (4, 2), 32), "b");
             (problem.layout.q, problem.layout.seqused_k) = (QLayout::Packed, true);
@@ -186,9 +194,7 @@ fn appended(cases: &mut Vec<Case>) {
                 seqused_k: vec![40, 0, 22],
                 ..Lengths::default()
             };
-            if let Some(page_size) = page_size {
-                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-            }
+            (problem, lengths) = placed(problem, page_size, lengths, &name);
             push(cases, name, problem, lengths);
         }
     }
@@ -211,7 +217,7 @@ fn fp8_updated(cases: &mut Vec<Case>) {
                 if new == 0 && rotary.is_none() {
                     continue;
                 }
-                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let layout = layout_of(page_size);
                 let name = format!("decode/fp8_update/{dtype}/v_{v}/{word}/new{new}/q{seqlen_q}/{layout}");
                 let mut problem = masked(dtype, dims(seqlen_q, 90, (4, 2), head_dim), "b");
                 (problem.dtypes.v, problem.layout.seqused_k) = (v, true);
@@ -220,9 +226,7 @@ fn fp8_updated(cases: &mut Vec<Case>) {
                     rotary.map(|(pairs, dim, table)| Rotary { dim, pairs, max_pos: 128, dtype: table });
                 let mut lengths =
                     Lengths { seqused_k: vec![90 - new.cast_signed(), 0, 31], ..Lengths::default() };
-                if let Some(page_size) = page_size {
-                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-                }
+                (problem, lengths) = placed(problem, page_size, lengths, &name);
                 problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
                 push(cases, name, problem, lengths);
             }
@@ -317,14 +321,12 @@ fn quantised(cases: &mut Vec<Case>) {
                 for (seqlen_q, page_size) in
                     [(1, None), (1, Some(16)), (2, Some(5)), (20, None), (20, Some(7))]
                 {
-                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let layout = layout_of(page_size);
                     let name =
                         format!("decode/fp8_cache/{cache}/{dtype}/descale_{word}/q{seqlen_q}/{layout}");
                     let (mut problem, lengths) = fp8_cache(dtype, cache, descale, seqlen_q);
                     let mut lengths = lengths;
-                    if let Some(page_size) = page_size {
-                        (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-                    }
+                    (problem, lengths) = placed(problem, page_size, lengths, &name);
                     push(cases, name, problem, lengths);
                 }
             }
@@ -348,9 +350,7 @@ fn fp8_rows(cases: &mut Vec<Case>) {
             problem.cache.append = Some(Append::batch(&problem, new));
             lengths.seqused_k = vec![75 - new.cast_signed(), 25, 0];
         }
-        if let Some(page_size) = page_size {
-            (problem, lengths) = in_pages(problem, page_size, lengths, name);
-        }
+        (problem, lengths) = placed(problem, page_size, lengths, name);
         problem.cache.scales = Some(CacheScales::new(&problem, block));
         (problem, lengths)
     };
@@ -359,7 +359,7 @@ fn fp8_rows(cases: &mut Vec<Case>) {
     {
         for (block, page_size) in [(1, None), (1, Some(16)), (7, None), (16, Some(16)), (4, Some(8))] {
             for seqlen_q in [1, 3, 20] {
-                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let layout = layout_of(page_size);
                 let name = format!("decode/fp8_rows/{cache}/{dtype}/block{block}/q{seqlen_q}/{layout}");
                 let (problem, lengths) = scaled(dtype, cache, block, page_size, (seqlen_q, 0), &name);
                 push(cases, name.clone(), problem.clone(), lengths.clone());
@@ -368,7 +368,7 @@ fn fp8_rows(cases: &mut Vec<Case>) {
             }
         }
         for (new, page_size) in [(1, None), (3, Some(16)), (20, Some(8))] {
-            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let layout = layout_of(page_size);
             let name = format!("decode/fp8_rows/{cache}/{dtype}/appended/new{new}/{layout}");
             let (problem, lengths) = scaled(dtype, cache, 1, page_size, (new.min(4), new), &name);
             push(cases, name, problem, lengths);
@@ -445,15 +445,13 @@ fn latent(cases: &mut Vec<Case>) {
         for (qk, v) in [(24, 16), (40, 40), (192, 128), (576, 512)] {
             for (seqlen_q, page_size) in [(1, None), (2, Some(8)), (12, Some(16))] {
                 for new in [0, 2] {
-                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let layout = layout_of(page_size);
                     let name = format!("decode/v_in_k/{dtype}/d{qk}x{v}/q{seqlen_q}/{layout}/new{new}");
                     let sizes = Dims { head_dim_v: v, batch: 2, ..dims(seqlen_q, 33, (4, 1), qk) };
                     let mut problem = masked(dtype, sizes, "b");
                     problem.layout.seqused_k = true;
                     let mut lengths = Lengths { seqused_k: vec![31, 14], ..Lengths::default() };
-                    if let Some(page_size) = page_size {
-                        (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-                    }
+                    (problem, lengths) = placed(problem, page_size, lengths, &name);
                     (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
                     problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
                     push(cases, name, problem, lengths);
@@ -482,16 +480,14 @@ fn latent_blocks(cases: &mut Vec<Case>) {
             (1, 90, 70, "0", Some(7)),
             (70, 150, 1, "b", None),
         ] {
-            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let layout = layout_of(page_size);
             let name = format!("decode/latent/{dtype}/s{seqlen_q}x{seqlen_k}/h{heads}/{mask}/{layout}");
             let sizes = Dims { head_dim_v: 512, batch: 2, ..dims(seqlen_q, seqlen_k, (heads, 1), 576) };
             let mut problem = masked(dtype, sizes, mask);
             let most = seqlen_k.cast_signed();
             problem.layout.seqused_k = true;
             let mut lengths = Lengths { seqused_k: vec![most - 3, most / 2], ..Lengths::default() };
-            if let Some(page_size) = page_size {
-                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-            }
+            (problem, lengths) = placed(problem, page_size, lengths, &name);
             (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
             problem.score.sink = heads == 5;
             if heads == 3 {
@@ -524,7 +520,7 @@ fn wide_quantised(cases: &mut Vec<Case>) {
             (DType::E4m3Fnuz, (576, 512), (2, 130), 16, Descale::PerKvHead, Some(7)),
             (DType::E5m2Fnuz, (336, 272), (3, 90), 3, Descale::PerTensor, None),
         ] {
-            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let layout = layout_of(page_size);
             let name = format!("decode/wide_fp8/{cache}/{dtype}/d{qk}x{v}/s{seqlen_q}x{seqlen_k}/{layout}");
             let sizes = Dims { head_dim_v: v, batch: 2, ..dims(seqlen_q, seqlen_k, (heads, 1), qk) };
             let mut problem = masked(dtype, sizes, "b");
@@ -533,9 +529,7 @@ fn wide_quantised(cases: &mut Vec<Case>) {
             let most = seqlen_k.cast_signed();
             problem.layout.seqused_k = true;
             let mut lengths = Lengths { seqused_k: vec![most - 3, most / 2], ..Lengths::default() };
-            if let Some(page_size) = page_size {
-                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-            }
+            (problem, lengths) = placed(problem, page_size, lengths, &name);
             if qk == 576 {
                 (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
             }
@@ -569,16 +563,14 @@ fn wide_blocks(cases: &mut Vec<Case>) {
             (64, 384, (5, 190), (2, 1), "b", Some(16), "bias"),
             (264, 272, (2, 90), (2, 2), "0", Some(7), "negative"),
         ] {
-            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let layout = layout_of(page_size);
             let name = format!("decode/wide/{dtype}/d{qk}x{v}/s{seqlen_q}x{seqlen_k}/{mask}/{layout}");
             let sizes = Dims { head_dim_v: v, batch: 2, ..dims(seqlen_q, seqlen_k, (heads, heads_kv), qk) };
             let mut problem = masked(dtype, sizes, mask);
             let most = seqlen_k.cast_signed();
             problem.layout.seqused_k = true;
             let mut lengths = Lengths { seqused_k: vec![most - 3, most / 2], ..Lengths::default() };
-            if let Some(page_size) = page_size {
-                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-            }
+            (problem, lengths) = placed(problem, page_size, lengths, &name);
             match modifier {
                 "sink" => problem.score.sink = true,
                 "negative" => problem.score.softmax_scale = Some(-0.05),
@@ -793,7 +785,7 @@ fn split(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for (cache, seqlen_q) in [(None, 1), (None, 9), (Some(DType::E4m3Fn), 1), (Some(DType::E5m2), 9)] {
             for page_size in [None, Some(64), Some(1)] {
-                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let layout = layout_of(page_size);
                 let stored = cache.map_or("wide".to_owned(), |cache| cache.to_string());
                 let name = format!("decode/split/{dtype}/{stored}/q{seqlen_q}/{layout}");
                 let mut problem = masked(dtype, dims(seqlen_q, 1100, (4, 2), 128), "b");
@@ -803,9 +795,7 @@ fn split(cases: &mut Vec<Case>) {
                     (problem.scales.descale_k, problem.scales.descale_v) = (head, head);
                 }
                 let mut lengths = used(&mut problem);
-                if let Some(page_size) = page_size {
-                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-                }
+                (problem, lengths) = placed(problem, page_size, lengths, &name);
                 push(cases, name, problem, lengths);
             }
         }
@@ -819,7 +809,7 @@ fn groups(cases: &mut Vec<Case>) {
             [(1, None), (3, None), (8, None), (1, Some(DType::E4m3Fn)), (5, Some(DType::E5m2))]
         {
             let page_size = [None, Some(16), Some(64)][(at + seqlen_q as usize) % 3];
-            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let layout = layout_of(page_size);
             let stored = cache.map_or("wide".to_owned(), |cache| cache.to_string());
             let name = format!("decode/groups/{}of{}/{stored}/q{seqlen_q}/{layout}", heads.0, heads.1);
             let dtype = [DType::Bf16, DType::F16][at % 2];
@@ -833,9 +823,7 @@ fn groups(cases: &mut Vec<Case>) {
             }
             problem.layout.seqused_k = true;
             let mut lengths = Lengths { seqused_k: vec![1300, 0, 417, 2, 801], ..Lengths::default() };
-            if let Some(page_size) = page_size {
-                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-            }
+            (problem, lengths) = placed(problem, page_size, lengths, &name);
             push(cases, name, problem, lengths);
         }
     }
@@ -845,7 +833,7 @@ fn groups(cases: &mut Vec<Case>) {
     {
         for cache in [None, Some(DType::E4m3Fn)] {
             let page_size = [Some(64), None, Some(16), Some(5)][at];
-            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let layout = layout_of(page_size);
             let stored = cache.map_or("wide".to_owned(), |cache| cache.to_string());
             let name = format!("decode/groups/{}of{}/{stored}/q{seqlen_q}/{layout}", heads.0, heads.1);
             let head_dim = [128, 64, 72, 128][at];
@@ -854,9 +842,7 @@ fn groups(cases: &mut Vec<Case>) {
             problem.cache.dtype = cache;
             problem.layout.seqused_k = true;
             let mut lengths = Lengths { seqused_k: vec![500, 0, 3, 331], ..Lengths::default() };
-            if let Some(page_size) = page_size {
-                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-            }
+            (problem, lengths) = placed(problem, page_size, lengths, &name);
             push(cases, name, problem, lengths);
         }
     }
@@ -918,7 +904,7 @@ fn unlike_latent(cases: &mut Vec<Case>, dtype: DType) {
         (Some(DType::E4m3Fn), (1, 16), Some(64), [40, 700, 0, 1, 260]),
         (Some(DType::E4m3Fn), (2, 40), None, [700, 0, 0, 130, 64]),
     ] {
-        let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+        let layout = layout_of(page_size);
         let kind = if cache.is_some() { "latent_fp8" } else { "latent" };
         let name = format!("decode/unlike/{dtype}/{kind}/q{seqlen_q}/h{heads}/{layout}");
         let most = seqused_k.into_iter().fold(0, i32::max).unsigned_abs();
@@ -963,7 +949,7 @@ fn last_keys(cases: &mut Vec<Case>) {
         for row in ROWS_OF_DECODE {
             for (at, tails) in [[1, 31, 32], [63, 127, 95]].into_iter().enumerate() {
                 for (seqlen_q, page_size) in [(1, None), (1, Some(16)), (3, Some(64))] {
-                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let layout = layout_of(page_size);
                     let name = format!("decode/last_keys/{dtype}/{}/q{seqlen_q}/{layout}/{at}", row.0);
                     let seqused_k: Vec<i32> = tails.iter().map(|tail| 384 + tail).collect();
                     let sizes = dims(seqlen_q, 384 + 128, (4, 1), 0);
@@ -1036,13 +1022,11 @@ fn fixed_parts(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for seqlen_q in [3, 40] {
             for page_size in [None, Some(32), Some(20)] {
-                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let layout = layout_of(page_size);
                 let name = format!("decode/fixed_parts/{dtype}/q{seqlen_q}/{layout}");
                 let mut problem = masked(dtype, dims(seqlen_q, 4500, (2, 1), 64), "b");
                 let mut lengths = used(&mut problem);
-                if let Some(page_size) = page_size {
-                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
-                }
+                (problem, lengths) = placed(problem, page_size, lengths, &name);
                 push_law(cases, name, problem, lengths, LawKind::LastOfMany);
             }
         }

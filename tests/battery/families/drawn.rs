@@ -121,15 +121,13 @@ impl Draw {
     fn dims(&mut self, (most_q, most_k): (u32, u32)) -> Dims {
         let head_dim_qk = self.head_dim(256);
         let (seqlen_q, num_heads_kv) = (self.length(most_q), self.length(4));
-        Dims {
-            batch: self.length(4),
-            seqlen_q,
-            seqlen_k: if self.one_in(3) && most_q == most_k { seqlen_q } else { self.length(most_k) },
-            num_heads_q: num_heads_kv * self.of([1, 1, 2, 3, 4, 8]),
-            num_heads_kv,
-            head_dim_qk,
-            head_dim_v: if self.one_in(5) { self.head_dim(256) } else { head_dim_qk },
-        }
+        Dims::batch(self.length(4))
+            .seqlens(
+                seqlen_q,
+                if self.one_in(3) && most_q == most_k { seqlen_q } else { self.length(most_k) },
+            )
+            .heads(num_heads_kv * self.of([1, 1, 2, 3, 4, 8]), num_heads_kv)
+            .head_dims(head_dim_qk, if self.one_in(5) { self.head_dim(256) } else { head_dim_qk })
     }
 
     /// A mask of any shape whose numbers are about as large as the lengths.

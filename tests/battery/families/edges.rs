@@ -25,15 +25,7 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 fn dims(seqlen_q: u32, seqlen_k: u32, head_dim: u32) -> Dims {
-    Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    }
+    Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(4, 2).head_dim(head_dim)
 }
 
 /// A problem with LSE and this mask.

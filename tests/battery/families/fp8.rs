@@ -86,15 +86,7 @@ fn blocks(cases: &mut Vec<Case>) {
             problem
         };
         let of = |qk: u32, v: u32, (seqlen_q, seqlen_k): (u32, u32), mask: &str| {
-            let dims = Dims {
-                batch: 1,
-                seqlen_q,
-                seqlen_k,
-                num_heads_q: 2,
-                num_heads_kv: 1,
-                head_dim_qk: qk,
-                head_dim_v: v,
-            };
+            let dims = Dims::batch(1).seqlens(seqlen_q, seqlen_k).heads(2, 1).head_dims(qk, v);
             o_16_bits(masked(dtype, dims, mask))
         };
         let mut push = |what: &str, problem: FwdProblem, lengths: Lengths, plant: Plant| {
@@ -207,14 +199,6 @@ fn columns(problem: &mut FwdProblem) {
 }
 
 fn small(dtype: DType, mask: &str) -> FwdProblem {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 30,
-        seqlen_k: 41,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 32,
-        head_dim_v: 32,
-    };
+    let dims = Dims::batch(2).seqlens(30, 41).heads(4, 2).head_dim(32);
     masked(dtype, dims, mask)
 }

@@ -26,15 +26,7 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 fn dims(seqlen_q: u32, seqlen_k: u32, head_dim: u32) -> Dims {
-    Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    }
+    Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(2, 1).head_dim(head_dim)
 }
 
 fn beside_unmapped(placement: Placement, cases: &mut Vec<Case>) {

@@ -31,15 +31,7 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 fn dims(seqlen_q: u32, seqlen_k: u32, ratio: u32, num_heads_kv: u32) -> Dims {
-    Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: ratio * num_heads_kv,
-        num_heads_kv,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    }
+    Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(ratio * num_heads_kv, num_heads_kv).head_dim(64)
 }
 
 fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths) {

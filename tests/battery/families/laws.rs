@@ -27,15 +27,7 @@ pub(crate) fn cases() -> Vec<Case> {
         for dtype in dtypes {
             for (seqlen_q, seqlen_k, head_dim) in [(33, 47, 64), (70, 130, 32), (1, 200, 128)] {
                 for mask in masks(kind) {
-                    let dims = Dims {
-                        batch: 3,
-                        seqlen_q,
-                        seqlen_k,
-                        num_heads_q: 4,
-                        num_heads_kv: 2,
-                        head_dim_qk: head_dim,
-                        head_dim_v: head_dim,
-                    };
+                    let dims = Dims::batch(3).seqlens(seqlen_q, seqlen_k).heads(4, 2).head_dim(head_dim);
                     let name = format!("laws/{law}/{dtype}/s{seqlen_q}x{seqlen_k}/d{head_dim}/{mask}");
                     let mut problem = masked(dtype, dims, mask);
                     modify(&mut problem, kind);

@@ -42,15 +42,7 @@ const STYLES: [&str; 6] = ["scattered", "repeated", "absent", "some_empty", "run
 const AVOIDED: u32 = 7;
 
 fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims {
-    Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: heads.0,
-        num_heads_kv: heads.1,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    }
+    Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dim(head_dim)
 }
 
 fn small(dtype: DType) -> FwdProblem {
@@ -253,9 +245,7 @@ fn head_dims(cases: &mut Vec<Case>, dtype: DType) {
         let name = format!("lists/latent/{dtype}/d{qk}x{v}/h{heads}/{layout}");
         let sizes = Dims { head_dim_v: v, batch: 1, ..dims(2, 40, (heads, 1), qk) };
         let (mut problem, mut lengths) = (masked(dtype, sizes, "0").sink(true), Lengths::default());
-        if let Some(page_size) = page_size {
-            (problem, lengths) = super::decode::in_pages(problem, page_size, lengths, &name);
-        }
+        (problem, lengths) = super::decode::placed(problem, page_size, lengths, &name);
         (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
         let (problem, lengths) = with_lists(problem, lengths, 24, "scattered", data(&name).seed);
         push(cases, name, problem, lengths);
@@ -631,9 +621,7 @@ fn caches(cases: &mut Vec<Case>) {
             let name = format!("lists/wide_fp8/{cache}/{dtype}/d{qk}{apart}");
             let sizes = Dims { head_dim_v: 512, batch: 1, ..dims(3, 170, (5, 1), qk) };
             let (mut problem, mut lengths) = (masked(dtype, sizes, "b").sink(true), Lengths::default());
-            if let Some(page_size) = page_size {
-                (problem, lengths) = super::decode::in_pages(problem, page_size, lengths, &name);
-            }
+            (problem, lengths) = super::decode::placed(problem, page_size, lengths, &name);
             if v_in_k {
                 (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
             }

@@ -58,15 +58,7 @@ fn both_ways(
 }
 
 fn part_of(dtype: DType, mask: &str, modifier: &str, part: Part) -> FwdProblem {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 75,
-        seqlen_k: 150,
-        num_heads_q: 2,
-        num_heads_kv: 1,
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(2).seqlens(75, 150).heads(2, 1).head_dim(64);
     let mut problem = masked(dtype, dims, mask).part(part);
     if modifier.contains("alibi") {
         problem.score.bias = Bias::Alibi { per_batch: false };

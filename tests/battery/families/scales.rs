@@ -325,15 +325,10 @@ fn draw_problem(format: BlockFormat, name: &str, may_be_paged: bool) -> (FwdProb
         (mix(data.seed ^ count) % most) as u32
     };
     let (kv, group) = (1 + below(3), 1 + below(4));
-    let dims = Dims {
-        batch: 1 + below(3),
-        seqlen_q: [1, 2, 17, 40, 130][below(5) as usize],
-        seqlen_k: 1 + below(200),
-        num_heads_q: kv * group,
-        num_heads_kv: kv,
-        head_dim_qk: [8, 33, 64, 96, 128][below(5) as usize],
-        head_dim_v: [8, 16, 47, 64, 128][below(5) as usize],
-    };
+    let dims = Dims::batch(1 + below(3))
+        .seqlens([1, 2, 17, 40, 130][below(5) as usize], 1 + below(200))
+        .heads(kv * group, kv)
+        .head_dims([8, 33, 64, 96, 128][below(5) as usize], [8, 16, 47, 64, 128][below(5) as usize]);
     let dtype = [DType::Bf16, DType::F32][below(2) as usize];
     let mask = ["0", "b", "t", "b:20,0", "t:5,9,3", "g:7,11"][below(6) as usize];
     let descale = [Descale::None, Descale::PerTensor, Descale::PerKvHead];
@@ -364,14 +359,6 @@ fn draw_problem(format: BlockFormat, name: &str, may_be_paged: bool) -> (FwdProb
 }
 
 fn small(dtype: DType, mask: &str) -> FwdProblem {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 30,
-        seqlen_k: 41,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 48,
-        head_dim_v: 48,
-    };
+    let dims = Dims::batch(2).seqlens(30, 41).heads(4, 2).head_dim(48);
     masked(dtype, dims, mask)
 }

@@ -22,15 +22,7 @@ fn wanting(problem: FwdProblem, which: u32) -> FwdProblem {
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    let dims = |head_dim| Dims {
-        batch: 2,
-        seqlen_q: 70,
-        seqlen_k: 130,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    };
+    let dims = |head_dim| Dims::batch(2).seqlens(70, 130).heads(4, 2).head_dim(head_dim);
     let mut push = |name: String, problem: FwdProblem, lengths| {
         let data = data(&name);
         cases.push(Case::forward(name, problem, lengths, data));

@@ -36,15 +36,7 @@ enum Seen {
 }
 
 fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims {
-    Dims {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        num_heads_q: heads.0,
-        num_heads_kv: heads.1,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    }
+    Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dim(head_dim)
 }
 
 /// Lists of the first cache.

@@ -24,15 +24,7 @@ const SEQLEN_K: u32 = 150;
 /// A problem with two queries in one sequence, where the last key is hidden from the first. Q and K are scaled down
 /// by a hundred, so that scores differ moderately.
 fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFwd {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: SEQLEN_Q,
-        seqlen_k: SEQLEN_K,
-        num_heads_q: heads.0,
-        num_heads_kv: heads.1,
-        head_dim_qk: dims.0,
-        head_dim_v: dims.1,
-    };
+    let dims = Dims::batch(1).seqlens(SEQLEN_Q, SEQLEN_K).heads(heads.0, heads.1).head_dims(dims.0, dims.1);
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Strided, DType::Bf16, dims);
     (problem.mask, problem.score.softmax_scale) = ("b".parse().unwrap(), Some(500.0));
     problem.cache.dtype = cache;
@@ -141,15 +133,7 @@ fn of_call<T>(
     lengths: &[(u32, u32)],
     look: impl FnOnce(&Shared<'_>) -> T,
 ) -> T {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 100,
-        seqlen_k: 2000,
-        num_heads_q: heads_kv * ratio,
-        num_heads_kv: heads_kv,
-        head_dim_qk: dim,
-        head_dim_v: dim,
-    };
+    let dims = Dims::batch(1).seqlens(100, 2000).heads(heads_kv * ratio, heads_kv).head_dim(dim);
     let mut problem = FwdProblem::batch(DType::F32, dims);
     (problem.strides.k, problem.strides.v) = (strides(problem.shape_k()), strides(problem.shape_v()));
     let span = fmha_core::seq::spans(&problem, &SeqArgs::default()).unwrap()[0];

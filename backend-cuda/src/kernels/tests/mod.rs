@@ -26,15 +26,7 @@ fn choose<K: Kernel<P, Cuda>, P: GpuProblem>(
 
 /// A problem of `seqlens` with `heads` query and kv heads, dimension `dim`, bf16.
 pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: seqlens[0],
-        seqlen_k: seqlens[1],
-        num_heads_q: heads[0],
-        num_heads_kv: heads[1],
-        head_dim_qk: dim,
-        head_dim_v: dim,
-    };
+    let dims = Dims::batch(1).seqlens(seqlens[0], seqlens[1]).heads(heads[0], heads[1]).head_dim(dim);
     FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap())
 }
 

@@ -13,15 +13,7 @@ use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
 use fmha_kernels_cuda::sm100::recipe::Sm100;
 
 fn fwd() -> ValidFwd {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 4096,
-        seqlen_k: 4096,
-        num_heads_q: 16,
-        num_heads_kv: 16,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
+    let dims = Dims::batch(2).seqlens(4096, 4096).heads(16, 16).head_dim(128);
     FwdProblem::batch(DType::Bf16, dims).validate().unwrap()
 }
 

@@ -166,16 +166,24 @@ macro_rules! gradients_of {
     };
 }
 
+/// An operator of a whole call: all numbers, which gives O and LSE.
+const WHOLE: Operator = Operator {
+    name: "",
+    tensors: &[],
+    numbers: Spelt::Each(NUM_COMMON),
+    is_seeded: true,
+    code: Coding::None,
+    num_results: 2,
+    results: o_and_lse,
+    kernel: kernel::<0>,
+};
+
 pub(super) static OPERATORS: [Operator; 14] = [
     Operator {
         name: "forward",
         tensors: cached!([(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)], []),
-        numbers: Spelt::Each(NUM_COMMON),
-        is_seeded: true,
-        code: Coding::None,
-        num_results: 2,
-        results: o_and_lse,
         kernel: kernel::<0>,
+        ..WHOLE
     },
     Operator {
         name: "forward_out",
@@ -188,22 +196,18 @@ pub(super) static OPERATORS: [Operator; 14] = [
                 (Slot::KeepMask, OptionalWritten)
             ]
         ),
-        numbers: Spelt::Each(NUM_COMMON),
-        is_seeded: true,
-        code: Coding::None,
         num_results: 0,
         results: |_| Ok(()),
         kernel: kernel::<1>,
+        ..WHOLE
     },
     Operator {
         name: "backward",
         tensors: gradients_of!([]),
-        numbers: Spelt::Each(NUM_COMMON),
-        is_seeded: true,
-        code: Coding::None,
         num_results: 5,
         results: gradients,
         kernel: kernel::<2>,
+        ..WHOLE
     },
     Operator {
         name: "kvcache",
@@ -222,21 +226,16 @@ pub(super) static OPERATORS: [Operator; 14] = [
             []
         ),
         numbers: Spelt::Each(NUM_CACHE),
-        is_seeded: true,
-        code: Coding::None,
-        num_results: 2,
-        results: o_and_lse,
         kernel: kernel::<3>,
+        ..WHOLE
     },
     Operator {
         name: "combine",
         tensors: &[(Slot::OParts, Given), (Slot::LseParts, Given)],
-        numbers: Spelt::Each(NUM_COMMON),
         is_seeded: false,
-        code: Coding::None,
-        num_results: 2,
         results: combined,
         kernel: kernel::<4>,
+        ..WHOLE
     },
     // `forward` and `backward` of Q, K and V alone, which most calls are.
     Operator {
@@ -244,10 +243,8 @@ pub(super) static OPERATORS: [Operator; 14] = [
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
         numbers: Spelt::Kept,
         is_seeded: false,
-        code: Coding::None,
-        num_results: 2,
-        results: o_and_lse,
         kernel: kernel::<5>,
+        ..WHOLE
     },
     Operator {
         name: "plain_backward",
@@ -262,10 +259,10 @@ pub(super) static OPERATORS: [Operator; 14] = [
         ],
         numbers: Spelt::Kept,
         is_seeded: false,
-        code: Coding::None,
         num_results: 3,
         results: plain_gradients,
         kernel: kernel::<6>,
+        ..WHOLE
     },
     // Like `plain`, without the LSE as a result: one allocation less, and no LSE is written.
     Operator {
@@ -273,37 +270,35 @@ pub(super) static OPERATORS: [Operator; 14] = [
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
         numbers: Spelt::Kept,
         is_seeded: false,
-        code: Coding::None,
         num_results: 1,
         results: |making| outputs(making, false),
         kernel: kernel::<7>,
+        ..WHOLE
     },
     // Adds partial gradients: `combine` without LSE.
     Operator {
         name: "add_parts",
         tensors: &[(Slot::OParts, Given)],
-        numbers: Spelt::Each(NUM_COMMON),
         is_seeded: false,
-        code: Coding::None,
         num_results: 1,
         results: |making| {
             making.request.numbers.options |= ADDS;
             added(making)
         },
         kernel: kernel::<8>,
+        ..WHOLE
     },
     Operator {
         name: "add_parts_to",
         tensors: &[(Slot::OParts, Given), (Slot::O, Written)],
-        numbers: Spelt::Each(NUM_COMMON),
         is_seeded: false,
-        code: Coding::None,
         num_results: 0,
         results: |making| {
             making.request.numbers.options |= ADDS_TO;
             Ok(())
         },
         kernel: kernel::<9>,
+        ..WHOLE
     },
     // `forward` and `backward` with a score or a mask as code, or with masks as data.
     Operator {
@@ -322,12 +317,9 @@ pub(super) static OPERATORS: [Operator; 14] = [
                 (Slot::KeySum, OptionalWritten)
             ]
         ),
-        numbers: Spelt::Each(NUM_COMMON),
-        is_seeded: true,
         code: Coding::Forward,
-        num_results: 2,
-        results: o_and_lse,
         kernel: kernel::<10>,
+        ..WHOLE
     },
     Operator {
         name: "backward_code",
@@ -339,12 +331,11 @@ pub(super) static OPERATORS: [Operator; 14] = [
             (Slot::FullKvNumBlocks, Optional),
             (Slot::FullKvIndices, Optional)
         ]),
-        numbers: Spelt::Each(NUM_COMMON),
-        is_seeded: true,
         code: Coding::Backward,
         num_results: 5,
         results: gradients,
         kernel: kernel::<11>,
+        ..WHOLE
     },
     // `forward_out` with small outputs, apart: engines call that once a layer, and an argument costs the host 0.1 us.
     Operator {
@@ -361,12 +352,10 @@ pub(super) static OPERATORS: [Operator; 14] = [
                 (Slot::KeySum, OptionalWritten)
             ]
         ),
-        numbers: Spelt::Each(NUM_COMMON),
-        is_seeded: true,
-        code: Coding::None,
         num_results: 0,
         results: |_| Ok(()),
         kernel: kernel::<12>,
+        ..WHOLE
     },
     // `kvcache` with scales by rows, apart for the same reason.
     Operator {
@@ -388,11 +377,8 @@ pub(super) static OPERATORS: [Operator; 14] = [
             []
         ),
         numbers: Spelt::Each(NUM_SCALED),
-        is_seeded: true,
-        code: Coding::None,
-        num_results: 2,
-        results: o_and_lse,
         kernel: kernel::<13>,
+        ..WHOLE
     },
 ];
 

@@ -1,6 +1,7 @@
 //! The tensors of a KV cache that a call updates.
 
 use super::{DevSlice, DevSliceMut, FwdArgs, MemorySpace};
+use crate::setters::with_setters;
 
 /// K or V of a forward call.
 #[derive(Debug)]
@@ -26,21 +27,25 @@ impl<'a> From<DevSliceMut<'a>> for CacheSlice<'a> {
     }
 }
 
-/// Operands of a call with a KV cache: the rows to append, the rotary embedding and the tree mask. Each is given
-/// iff the problem has it.
-#[derive(Clone, Copy, Debug, Default)]
-#[non_exhaustive]
-pub struct CacheArgs<'a> {
-    /// New keys.
-    pub k_new: Option<DevSlice<'a>>,
-    /// New values, unless V lies in K.
-    pub v_new: Option<DevSlice<'a>>,
-    /// Cosines of the rotary embedding.
-    pub cos: Option<DevSlice<'a>>,
-    /// Sines of the rotary embedding.
-    pub sin: Option<DevSlice<'a>>,
-    /// Words of the tree mask, u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
-    pub tree_mask: Option<DevSlice<'a>>,
+with_setters! {
+    /// Operands of a call with a KV cache: the rows to append, the rotary embedding and the tree mask. Each is given
+    /// iff the problem has it.
+    #[derive(Clone, Copy, Debug, Default)]
+    #[non_exhaustive]
+    pub struct CacheArgs<'a> {
+        set {
+            /// New keys.
+            pub k_new: Option<DevSlice<'a>>,
+            /// New values, unless V lies in K.
+            pub v_new: Option<DevSlice<'a>>,
+            /// Cosines of the rotary embedding.
+            pub cos: Option<DevSlice<'a>>,
+            /// Sines of the rotary embedding.
+            pub sin: Option<DevSlice<'a>>,
+            /// Words of the tree mask, u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
+            pub tree_mask: Option<DevSlice<'a>>,
+        }
+    }
 }
 
 impl FwdArgs<'_> {

@@ -2,21 +2,27 @@
 
 use super::{DevSlice, SeqArgs};
 use crate::layout::Totals;
-use crate::setters::setters;
+use crate::setters::with_setters;
 
-/// Operands of the problem's [`second`](crate::FwdProblem::second) cache.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct SecondArgs<'a> {
-    /// K of the second cache.
-    pub k: DevSlice<'a>,
-    /// V of the second cache; `None` where V lies in K's rows.
-    pub v: Option<DevSlice<'a>>,
-    /// Lengths, pages and lists of the second cache's keys. Fields about queries are `None` here, since the call's
-    /// own `seq` has them.
-    pub seq: SeqArgs<'a>,
-    /// Endpoints of the second cache's intervals of visible keys, iff it has intervals.
-    pub intervals: Option<DevSlice<'a>>,
+with_setters! {
+    /// Operands of the problem's [`second`](crate::FwdProblem::second) cache.
+    #[derive(Clone, Copy, Debug)]
+    #[non_exhaustive]
+    pub struct SecondArgs<'a> {
+        fixed {
+            /// K of the second cache.
+            pub k: DevSlice<'a>,
+            /// V of the second cache; `None` where V lies in K's rows.
+            pub v: Option<DevSlice<'a>>,
+        }
+        set {
+            /// Lengths, pages and lists of the second cache's keys. Fields about queries are `None` here, since the
+            /// call's own `seq` has them.
+            pub seq: SeqArgs<'a>,
+            /// Endpoints of the second cache's intervals of visible keys, iff it has intervals.
+            pub intervals: Option<DevSlice<'a>>,
+        }
+    }
 }
 
 impl<'a> SecondArgs<'a> {
@@ -24,13 +30,6 @@ impl<'a> SecondArgs<'a> {
     #[must_use]
     pub fn new(k: DevSlice<'a>, v: impl Into<Option<DevSlice<'a>>>) -> Self {
         Self { k, v: v.into(), seq: SeqArgs::default(), intervals: None }
-    }
-
-    setters! {
-        /// Lengths, block table and lists of the second cache's keys.
-        seq: SeqArgs<'a> => seq;
-        /// Endpoints of the intervals of the second cache's keys.
-        intervals: impl Into<Option<DevSlice<'a>>> => intervals;
     }
 
     /// Lengths and places of a call on this cache alone: queries from `first`, keys from here.

@@ -101,15 +101,7 @@ fn a_call_that_writes_nothing_launches_nothing() {
     assert_eq!(log.take(), Vec::<String>::new());
 }
 
-const TWO: Dims = Dims {
-    batch: 2,
-    seqlen_q: 3,
-    seqlen_k: 3,
-    num_heads_q: 1,
-    num_heads_kv: 1,
-    head_dim_qk: 8,
-    head_dim_v: 8,
-};
+const TWO: Dims = Dims::batch(2).seqlens(3, 3).heads(1, 1).head_dim(8);
 
 #[test]
 fn lengths_are_checked_where_that_was_asked_for_and_read_back_from_a_device() {

@@ -10,15 +10,7 @@ use crate::plan::Workspace;
 use crate::seq::spans;
 use crate::{Dims, Part};
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 6,
-    seqlen_k: 70,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 8,
-    head_dim_v: 8,
-};
+const DIMS: Dims = Dims::batch(2).seqlens(6, 70).heads(4, 2).head_dim(8);
 
 fn problem() -> FwdProblem {
     FwdProblem::batch(DType::F32, DIMS)

@@ -355,15 +355,7 @@ fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
         Err(reason) => return println!("absent: {reason}"),
     };
     let (tokens, queries, heads) = (384, 2, [4, 2]);
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: queries,
-        seqlen_k: tokens,
-        num_heads_q: heads[0],
-        num_heads_kv: heads[1],
-        head_dim_qk: 64,
-        head_dim_v: 64,
-    };
+    let dims = Dims::batch(1).seqlens(queries, tokens).heads(heads[0], heads[1]).head_dim(64);
     let whole = FwdProblem::batch(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true);
     // Unlike lengths, and a rank that has none.
     let keys = Partition::new(tokens, vec![vec![0..200], vec![], vec![200..tokens]]).unwrap();
