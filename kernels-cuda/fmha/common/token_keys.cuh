@@ -1,5 +1,5 @@
-// Keys of a token's list, or of two caches, as kernels of tiles take them: key n of the walk is what stands in the list
-// at n, and it may be absent. The rows of a tile are query heads of one token and kv head, which share the list.
+// Keys of a token's list, or of two caches, for tiled kernels: the n-th key of the walk is entry n of the list, and it
+// may be absent. The rows of a tile are query heads of one token and kv head, which share the list.
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/seen_keys.cuh>
@@ -9,14 +9,14 @@
 
 namespace fmha {
 
-// `bytes`: of a row, where caches have rows of bytes.
+// `bytes`: bytes of a row of K, where caches have rows of bytes.
 template <class List, int bytes = 0>
 struct KeysOfToken {
   static constexpr bool all = false, has_classes = true, of_token = true;
   static constexpr int row_bytes = bytes;
   List list;
 
-  // Whether key n exists. It is also called for places at and beyond the list's end, which other tests hide.
+  // Whether key n exists. Callers also ask for places beyond the list's end, which other tests hide.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t, int32_t n) const {
     return list.key(clamp(n, 0, span.seqlen_k - 1)) >= 0;
   }
@@ -33,8 +33,8 @@ struct KeysOfToken {
     return !some ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
   }
 
-  // The end of a row: an infinite sink takes all weight of a
-  // row with finite scores, and LSE may leave out the sink.
+  // Ends a row of a call over lists: with an infinite sink and finite scores the sink takes all weight, and LSE may
+  // leave out the sink.
   template <FwdSpec spec>
   FMHA_DEVICE RowEnd finish(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) const {
     RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);
