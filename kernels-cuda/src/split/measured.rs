@@ -6,7 +6,7 @@ use super::price::{Constants, Keys, Walk};
 use crate::sm80::{self, Room};
 use crate::sm90;
 
-/// An H200, which measured.
+/// The device that was measured, an H200.
 pub const ROOM: Room = Room { smem_bytes: 232_448, num_sms: 132 };
 
 /// A call: a row without the way in which it was computed and its time.
@@ -88,7 +88,7 @@ pub struct Row {
     pub run: String,
     /// The call.
     pub call: Call,
-    /// Keys of a sequence, of the longest's.
+    /// Mean number of keys of a sequence, relative to the longest.
     pub mean: f64,
     /// The kernel.
     pub kernel: String,
