@@ -5,7 +5,7 @@
 
 namespace fmha::rdna::decode {
 
-// Byte `at` of a word, by the instruction where the architecture has the type, else by its bits.
+// Converts byte `at` of a word to f32, by an instruction if the architecture supports the type, otherwise by its bits.
 template <DType dtype, int at>
 FMHA_DEVICE float widened(uint32_t word) {
 #if defined(__gfx1201__)
@@ -39,8 +39,8 @@ struct Places {
   FMHA_DEVICE int64_t of(int32_t key) const { return at[slot(key)]; }
 };
 
-// Words of codes, at any address: global memory takes them whole (LLVM's unaligned-access-mode, which AMD's runtime
-// sets).
+// Loads words of codes from any address: global memory allows unaligned loads (LLVM's unaligned-access-mode, which
+// AMD's runtime sets).
 template <class Piece>
 using OnBytes __attribute__((aligned(1))) = Piece;
 
