@@ -113,7 +113,7 @@ impl OwnKernels {
         Ok(OwnKernel { kernel, threads, resources: compiled.resources })
     }
 
-    /// Tensor map of a tensor, as a parameter of the caller's kernel.
+    /// The tensor map of a tensor, to be passed as a parameter of the caller's kernel.
     ///
     /// # Errors
     /// What the driver refuses.

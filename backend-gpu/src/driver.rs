@@ -14,7 +14,7 @@ use crate::launches::Grid;
 /// Memory from [`alloc`](Self::alloc) belongs to the caller alone until it is freed, and lies on the device of the
 /// [`Queues`].
 pub unsafe trait Driver: Queues + 'static {
-    /// A loaded kernel; it is unloaded when it is dropped.
+    /// A loaded kernel, which is unloaded when it is dropped.
     type Kernel: Send + Sync;
 
     /// State that a recipe keeps for a step between calls: tensor maps, or nothing.
@@ -34,7 +34,7 @@ pub unsafe trait Driver: Queues + 'static {
         None
     }
 
-    /// Makes the device current in the calling thread.
+    /// Makes the device current in the calling thread until the result is dropped.
     ///
     /// # Errors
     /// What the driver said.
@@ -71,7 +71,7 @@ pub unsafe trait Driver: Queues + 'static {
         Ok(None)
     }
 
-    /// Puts a kernel named `entry` on the device, to be launched with `shared_bytes` of dynamic shared memory.
+    /// Loads the kernel named `entry` to the device. It will be launched with `shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
     /// What the driver said of the image.

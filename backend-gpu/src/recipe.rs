@@ -234,7 +234,7 @@ impl GpuProblem for ValidQuantize {
     }
 }
 
-/// Facts of a device on which a choice depends, beside the problem.
+/// Facts of a device on which a choice depends, in addition to the problem.
 pub trait Facts: Send + Sync + 'static {
     /// The architecture, as the compiler spells it.
     fn arch(&self) -> &str;
@@ -320,7 +320,7 @@ pub struct About<P> {
 }
 
 impl<P> About<P> {
-    /// Facts of a kernel with this name, everything else off.
+    /// Facts of a kernel with this name; all optional features are off.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
         Self {
@@ -578,10 +578,10 @@ impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
         self.about.name
     }
 
-    /// Takes the problem, or says why not.
+    /// Accepts the problem, or refuses it with a reason.
     ///
     /// # Errors
-    /// The field that it does not take, and its number.
+    /// The field that the kernel does not support, and its value.
     pub fn choose(
         &self,
         problem: &P,
@@ -661,9 +661,9 @@ impl<K> Choice<K> {
 
 /// Alternative for operands whose addresses a kernel does not accept.
 pub enum AnyAddress<P: GpuProblem, V: Vendor> {
-    /// The kernel takes operands at any address.
+    /// The kernel accepts operands at any address.
     Itself,
-    /// The slow kernel of the family.
+    /// The slow kernel of the operation computes such calls.
     Fallback,
     /// A kernel of the same name that loads and stores single elements.
     ByElement(Box<Choice<Planned<P, V>>>),

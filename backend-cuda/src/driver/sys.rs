@@ -12,7 +12,7 @@ use once_cell::sync::OnceCell;
 
 /// `CUresult`: 0 is success.
 pub(crate) type Status = c_int;
-/// A context, stream, module, function, event or graph: never dereferenced here.
+/// A context, stream, module, function, event or graph. This crate never dereferences it.
 pub(crate) type Handle = *mut c_void;
 /// `CUdevice`.
 pub(crate) type DeviceHandle = c_int;
@@ -22,10 +22,10 @@ pub(crate) type Address = u64;
 pub(crate) type MemoryHandle = u64;
 
 pub(crate) const CUDA_SUCCESS: Status = 0;
-/// Status for a function that the library lacks.
+/// Status that stands for a call of a function that the library lacks.
 pub(crate) const CUDA_ERROR_NOT_FOUND: Status = 500;
 
-/// `CUdevice_attribute`.
+/// Numbers of `CUdevice_attribute`.
 pub(crate) mod attribute {
     use super::c_int;
 
@@ -177,7 +177,7 @@ macro_rules! functions {
             fn of(library: Library) -> Self {
                 Self {
                     $($name: {
-                        // SAFETY: the name belongs to the driver, whose header gives this type.
+                        // SAFETY: the driver exports this name, and its header gives this type.
                         unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) }
                             .ok()
                             .map(|symbol| *symbol)

@@ -130,7 +130,7 @@ impl TileListPlan {
                 dims.seqlen_q, dims.seqlen_k, dims.batch
             ));
         }
-        // Whole lines of the L2.
+        // The counts begin at a multiple of 128 bytes, the L2's line.
         let counts = before.bytes.next_multiple_of(128);
         let blocks = (counts + 8 * rows).next_multiple_of(128);
         let list = TileList {

@@ -61,7 +61,7 @@ pub unsafe fn run<D: Driver>(
     own: Workspace,
 ) -> Result<FwdParams> {
     let mut params = fmha_core::bind::fwd_params(call.problem, call.args);
-    // A launch before a reader of a widened cache has updated that cache as it lies.
+    // If a launch before has converted the cache, the cache itself has been updated already.
     if is_wanted(call.problem) {
         // SAFETY: the caller keeps the contract.
         params = unsafe { run_alone(steps, call, own)? };
@@ -73,7 +73,7 @@ pub unsafe fn run<D: Driver>(
     Ok(params)
 }
 
-/// Queues the launch that updates the cache, where the plan has it; returns the parameters behind it.
+/// Queues the launch that updates the cache, if the plan has it; returns the parameters for the kernel that follows.
 ///
 /// # Safety
 /// As [`run`].

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use fmha_core::{AnyProblem, Device, Dims, PlanOptions, ValidBwd, ValidFwd};
 
-/// A problem that fills no tile.
+/// Sizes that do not fill a tile.
 pub(crate) const DIMS: Dims = Dims {
     batch: 2,
     seqlen_q: 300,
