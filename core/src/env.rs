@@ -28,73 +28,73 @@ impl EnvVar {
     }
 }
 
-/// How many threads the CPU backend uses.
+/// Variable for the number of threads of the CPU backend.
 pub const NUM_THREADS: EnvVar = EnvVar {
     name: "FMHA_NUM_THREADS",
     meaning: "threads of the CPU backend, at most eight a core (default: one a core)",
 };
 
-/// Which instructions the CPU backend may use.
+/// Variable that limits the instructions that the CPU backend uses.
 pub const CPU_ISA: EnvVar = EnvVar {
     name: "FMHA_CPU_ISA",
     meaning: "highest instruction set of the CPU backend: amx, avx512bf16, avx512vbmi, avx512, avx2, neon, portable",
 };
 
-/// Path of NVRTC.
+/// Variable for the path of NVRTC.
 pub const NVRTC: EnvVar =
     EnvVar { name: "FMHA_NVRTC", meaning: "path of the NVRTC library (default: searched for)" };
 
-/// Folder of compiled kernels.
+/// Variable for the folder of compiled kernels.
 pub const CACHE_DIR: EnvVar = EnvVar {
     name: "FMHA_CACHE_DIR",
     meaning: "folder of the cache of compiled kernels, at most 2 GiB, or none (default: fmha in the user's cache folder)",
 };
 
-/// Files of compiled kernels that a process loads.
+/// Variable for files of compiled kernels that a process loads.
 pub const BUNDLE: EnvVar =
     EnvVar { name: "FMHA_BUNDLE", meaning: "files of compiled kernels, as `fmha bundle` writes them" };
 
-/// Folder to which compiled kernels are written, for people to read.
+/// Variable for the folder to which compiled kernels are written for people to read.
 pub const DUMP: EnvVar =
     EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
 
-/// Which device is emulated where the program chooses none.
+/// Variable for the device that is emulated if the program chooses none.
 pub const EMULATE: EnvVar = EnvVar {
     name: "FMHA_EMULATE",
     meaning: "architecture that `auto` emulates (sm_90a, gfx942); of a test double that is opened without one, its devices'",
 };
 
-/// Which clang compiles AMD kernels.
+/// Variable for the clang that compiles AMD kernels.
 pub const HIP_CLANG: EnvVar = EnvVar {
     name: "FMHA_HIP_CLANG",
     meaning: "clang that compiles kernels for AMD (default: clang-22, clang, ROCm's, then hipRTC)",
 };
 
-/// Folder of the emulator's driver library.
+/// Variable for the folder of the emulator's driver library.
 pub const EMULATOR_DIR: EnvVar = EnvVar {
     name: "FMHA_EMULATOR_DIR",
     meaning: "folder of the emulators' driver libraries (default: the source tree's, built when asked for, or beside the program)",
 };
 
-/// Secret that the ranks of a job share.
+/// Variable for the secret that the ranks of a job share.
 pub const DIST_SECRET: EnvVar = EnvVar {
     name: "FMHA_DIST_SECRET",
     meaning: "secret that the ranks of a job prove to each other, at least 16 bytes, the same on all (default: none)",
 };
 
-/// Address at which a rank listens.
+/// Variable for the address at which a rank listens.
 pub const DIST_LISTEN: EnvVar = EnvVar {
     name: "FMHA_DIST_LISTEN",
     meaning: "address of this host at which a rank listens (default: that by which it reaches rank 0)",
 };
 
-/// How long the tests try random input.
+/// Variable for the time that tests spend on random input.
 pub const FUZZ_SECONDS: EnvVar = EnvVar {
     name: "FMHA_FUZZ_SECONDS",
     meaning: "seconds, about, that each test of random input takes (default: 1)",
 };
 
-/// How many plans of drawn problems a test compiles.
+/// Variable for the number of random problems whose plans a test compiles.
 pub const DRAWN_PLANS: EnvVar = EnvVar {
     name: "FMHA_DRAWN_PLANS",
     meaning: "COUNT or SEED:COUNT of drawn problems whose plans the tests compile (default: 300)",

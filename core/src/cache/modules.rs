@@ -18,8 +18,8 @@ pub trait Loader: Send + Sync {
     /// [`Error::NoDevice`] with every place that was looked at.
     fn compiler(&self) -> Result<&dyn Compiler>;
 
-    /// Puts a kernel on the device, to be launched with `shared_bytes` of dynamic shared memory; `None`
-    /// where a backend only plans.
+    /// Loads a kernel to the device, to be launched with `shared_bytes` of dynamic shared memory; `None` if a backend
+    /// has no device and only plans.
     ///
     /// # Errors
     /// What the driver said of the image.
@@ -56,7 +56,7 @@ type Slots<K> = HashMap<(SourceKey, u32), Arc<Slot<K>>>;
 /// Place of a kernel, filled by the first thread that needs it; other threads that need this kernel wait meanwhile.
 type Slot<K> = Mutex<Option<Arc<Module<K>>>>;
 
-/// A compiled kernel, loaded where there is a device.
+/// A compiled kernel; it is also loaded if there is a device.
 #[derive(Debug)]
 pub struct Module<K> {
     /// Output of the compiler.
@@ -110,7 +110,7 @@ impl<L: Loader> Modules<L> {
         KernelJob { kernel, arch, flags, source, image }
     }
 
-    /// Finds or compiles the kernel of a job, and loads nothing.
+    /// Finds or compiles the kernel of a job without loading it.
     ///
     /// # Errors
     /// What the compiler said, or that there is none and no bundle has the kernel.

@@ -18,7 +18,7 @@ pub enum Word {
     },
     /// Holds the stream until the word has this value.
     Await {
-        /// The word, in this device's memory.
+        /// Address of the word, in this device's memory.
         at: u64,
         /// Value for which the stream waits.
         value: u32,
@@ -54,10 +54,10 @@ pub trait Peers: Send + Sync {
     /// What the driver said.
     unsafe fn copy(&self, from: u64, to: u64, bytes: u64, stream: u64) -> Result<()>;
 
-    /// Queues steps, in their order.
+    /// Queues these steps in their order.
     ///
     /// # Safety
-    /// A live stream; the words are there, each at a multiple of 4.
+    /// The stream is live; the words exist, each at a multiple of 4.
     ///
     /// # Errors
     /// What the driver said.

@@ -66,7 +66,7 @@ pub fn by_model(
     (changes.into_iter().map(|(_, change)| change).collect(), left_out)
 }
 
-/// Times of two tiles, one burst each in every round. Every other round runs the second tile first, so that a
+/// Compares two tiles, with one burst of each in every round. Every other round runs the second tile first, so that a
 /// drifting clock favours neither.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct InTurns {
@@ -128,7 +128,7 @@ impl InTurns {
         quantile(&self.gains(), 0.5)
     }
 
-    /// Spread of the rounds' gains: third quartile less first quartile.
+    /// Spread of the gains of the rounds: third quartile minus first quartile.
     #[must_use]
     pub fn spread(&self) -> f64 {
         let gains = self.gains();
@@ -262,8 +262,7 @@ fn changed(tile: &TileOptions, changes: &[Change]) -> Vec<TileOptions> {
     changes.iter().map(|(knob, value)| with(tile, knob, value)).filter(|changed| changed != tile).collect()
 }
 
-/// The tile with another value of one field. That field is placed last, so that earlier, incompatible fields are
-/// overridden.
+/// The tile with one field changed. That field is placed last, so that earlier, incompatible fields are overridden.
 fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
     let mut tile = tile.clone();
     if let Some(at) = tile.iter().position(|(name, old)| name == knob && old != value) {

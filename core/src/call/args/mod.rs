@@ -28,9 +28,9 @@ use crate::mask_object::MaskObject;
 /// The processor that can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MemorySpace {
-    /// The processor that runs this code.
+    /// Memory of the processor that runs this code.
     Host,
-    /// A device's own memory.
+    /// Memory of a device.
     Device,
 }
 
@@ -99,8 +99,8 @@ impl<'a> DevSlice<'a> {
         Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
-    /// each other.
+    /// Returns this memory, whose elements now have this type if their type was unknown; i32 and u32 may replace each
+    /// other.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -184,7 +184,7 @@ impl<'a> DevSliceMut<'a> {
         Self { space, ptr, bytes, elem: told.written(), told: Some(told), memory: PhantomData }
     }
 
-    /// A call writes elements of this type.
+    /// Records that a call writes elements of this type.
     pub(crate) fn tell(&self, elem: impl Into<ElemType>) {
         if let Some(told) = self.told {
             told.write(elem.into());
@@ -198,7 +198,7 @@ impl<'a> DevSliceMut<'a> {
         Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
-    /// The type of the elements that are written to it.
+    /// The type of the elements that are written to the slice.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem
@@ -210,7 +210,7 @@ impl<'a> DevSliceMut<'a> {
         self.space
     }
 
-    /// The slice's first byte. Writing through it is for the call that holds these arguments.
+    /// Pointer to the slice's first byte. Only the call that holds these arguments may write through it.
     #[must_use]
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.ptr
@@ -259,9 +259,9 @@ impl<'a> DevSliceMut<'a> {
     }
 }
 
-/// Which pages hold the keys of each sequence, i32 `[batch, max_pages]`, read where the kernel runs. Key
-/// j of a sequence is row `j % page_size` of page `pages[sequence][j / page_size]`; entries beyond a
-/// sequence's length may hold anything, and a page may stand in several rows.
+/// Which pages hold the keys of each sequence, i32 `[batch, max_pages]`, read where the kernel runs. Key j of a
+/// sequence is row `j % page_size` of page `pages[sequence][j / page_size]`; entries beyond a sequence's length may
+/// hold anything, and several rows may name one page.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockTable<'a> {
     /// The numbers of the pages.
@@ -274,7 +274,7 @@ pub struct BlockTable<'a> {
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct SeqArgs<'a> {
-    /// Rows of packed tensors, pages of paged ones.
+    /// Number of rows of packed tensors, and number of pages of paged ones.
     pub totals: Totals,
     /// Packed Q: i32 `[batch + 1]`, first row of each sequence in the memory of Q and O.
     pub cu_seqlens_q: Option<DevSlice<'a>>,
@@ -284,9 +284,9 @@ pub struct SeqArgs<'a> {
     pub block_table: Option<BlockTable<'a>>,
     /// Packed new keys: i32 `[batch + 1]`, first row of each sequence of k_new and v_new.
     pub cu_seqlens_new: Option<DevSlice<'a>>,
-    /// i32 `[batch]`: number of queries in use of each sequence, where the problem says so.
+    /// i32 `[batch]`: number of queries in use of each sequence, iff the problem has `seqused_q`.
     pub seqused_q: Option<DevSlice<'a>>,
-    /// i32 `[batch]`: number of keys in the cache before the call, where the problem says so.
+    /// i32 `[batch]`: number of keys in the cache before the call, iff the problem has `seqused_k`.
     pub seqused_k: Option<DevSlice<'a>>,
     /// i32 `[batch, seqlen_q, num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`: the keys that each token
     /// lists, iff the problem has [`lists`](crate::FwdProblem::lists).
@@ -315,21 +315,21 @@ pub struct Arrivals<'a> {
     pub timeout_ns: u64,
 }
 
-/// Operands of the score and of the FP8 scales; each is there iff the problem says so.
+/// Operands of the score and of the FP8 scales. Each is given iff the problem says so.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct ScoreArgs<'a> {
     /// The elementwise bias.
     pub bias: Option<DevSlice<'a>>,
-    /// f32 `[num_heads_q]` or `[batch, num_heads_q]`.
+    /// Slopes of ALiBi, f32 `[num_heads_q]` or `[batch, num_heads_q]`.
     pub alibi_slopes: Option<DevSlice<'a>>,
-    /// f32 `[num_heads_q]`.
+    /// Learnable sinks, f32 `[num_heads_q]`.
     pub sink: Option<DevSlice<'a>>,
-    /// f32 `[1]` or `[batch, num_heads_kv]`.
+    /// Factor of an FP8 Q, f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_q: Option<DevSlice<'a>>,
-    /// f32 `[1]` or `[batch, num_heads_kv]`.
+    /// Factor of an FP8 K, f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_k: Option<DevSlice<'a>>,
-    /// f32 `[1]` or `[batch, num_heads_kv]`.
+    /// Factor of an FP8 V, f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_v: Option<DevSlice<'a>>,
     /// Scales of Q's blocks, iff the problem has [`block_scales`](crate::FwdProblem::block_scales).
     pub block_scale_q: Option<DevSlice<'a>>,
@@ -346,22 +346,23 @@ pub struct ScoreArgs<'a> {
     pub dropout: Option<DropoutSeed>,
 }
 
-/// Tensors of a call's masks; each tensor is there iff the problem's [`Masks`](crate::Masks) say so.
+/// Tensors of a call's masks. Each is given iff the problem's [`Masks`](crate::Masks) say so.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct MaskArgs<'a> {
-    /// i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
+    /// Endpoints of the intervals, i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints,
+    /// total_q]`.
     pub intervals: Option<DevSlice<'a>>,
-    /// u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`, with `words = ceil(seqlen_k /
-    /// 32)`.
+    /// Words of the mask as bits, u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`, with
+    /// `words = ceil(seqlen_k / 32)`.
     pub bits: Option<DevSlice<'a>>,
     /// i32 `[batch or 1, heads, blocks_q]`: number of blocks in each row of the partial list.
     pub kv_num_blocks: Option<DevSlice<'a>>,
-    /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
+    /// Indices of the blocks in the partial list, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
     pub kv_indices: Option<DevSlice<'a>>,
     /// i32 `[batch or 1, heads, blocks_q]`: number of blocks in each row of the full list.
     pub full_kv_num_blocks: Option<DevSlice<'a>>,
-    /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
+    /// Indices of the blocks in the full list, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
     pub full_kv_indices: Option<DevSlice<'a>>,
     /// Mask object that the tensors [belong to](crate::MaskObject::args); the call reads its lists of tiles.
     pub built: Option<&'a MaskObject>,
@@ -393,19 +394,19 @@ pub struct FwdArgs<'a> {
     pub o: DevSliceMut<'a>,
     /// LSE, iff the problem writes it.
     pub lse: Option<DevSliceMut<'a>>,
-    /// Lengths.
+    /// Lengths and positions of the sequences.
     pub seq: SeqArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
     /// Tensors of the masks.
     pub masks: MaskArgs<'a>,
-    /// Operands of the cache's use.
+    /// Operands of a call with a KV cache.
     pub cache: CacheArgs<'a>,
-    /// Scales of K by rows, f32, iff the problem has them; memory to append to where K is.
+    /// Scales of K, one f32 for each row, iff the problem has them; appended to if K is.
     pub k_scale: Option<CacheSlice<'a>>,
-    /// Scales of V by rows, likewise.
+    /// Scales of V, one f32 for each row, iff the problem has them; appended to if V is.
     pub v_scale: Option<CacheSlice<'a>>,
-    /// f32 `[1]`, iff the problem has it.
+    /// Factor of an FP8 O, f32 `[1]`, iff the problem has it.
     pub scale_o: Option<DevSlice<'a>>,
     /// The dropout keep mask, iff the problem writes it.
     pub keep_mask: Option<DevSliceMut<'a>>,
@@ -431,7 +432,7 @@ impl<'a> ScoreArgs<'a> {
 }
 
 impl<'a> FwdArgs<'a> {
-    /// The four tensors that every call has; the rest by setters of the fields' names.
+    /// Makes arguments of the four tensors that every call has. Setters with the fields' names add the others.
     #[must_use]
     pub fn new(
         q: DevSlice<'a>,
@@ -504,7 +505,7 @@ pub struct BwdArgs<'a> {
     pub workspace: Option<DevSliceMut<'a>>,
 }
 
-/// One partial result.
+/// O and LSE of one part of the keys.
 #[derive(Clone, Copy, Debug)]
 pub struct PartialResult<'a> {
     /// O of this part.
@@ -547,7 +548,7 @@ pub struct QuantizeArgs<'a> {
     pub tensor_scale: Option<DevSlice<'a>>,
     /// The tensor's scale, one f32, iff the problem has it written.
     pub written_scale: Option<DevSliceMut<'a>>,
-    /// Scratch of the plan's size.
+    /// Scratch memory of the size that the plan states.
     pub workspace: Option<DevSliceMut<'a>>,
 }
 

@@ -20,7 +20,7 @@ pub struct SecondArgs<'a> {
 }
 
 impl<'a> SecondArgs<'a> {
-    /// K, and V unless it lies in K's rows; the rest by setters.
+    /// Makes arguments of K, and of V unless it lies in K's rows. Setters add the others.
     #[must_use]
     pub fn new(k: DevSlice<'a>, v: impl Into<Option<DevSlice<'a>>>) -> Self {
         Self { k, v: v.into(), seq: SeqArgs::default(), intervals: None }
@@ -33,7 +33,7 @@ impl<'a> SecondArgs<'a> {
         intervals: impl Into<Option<DevSlice<'a>>> => intervals;
     }
 
-    /// Lengths and places of a call on this cache alone: queries from `first`, keys from here.
+    /// Lengths and positions for a call on the second cache alone: queries from `first`, keys from this cache.
     #[must_use]
     pub fn seq_beside(&self, first: &SeqArgs<'a>) -> SeqArgs<'a> {
         SeqArgs {

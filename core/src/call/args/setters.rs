@@ -11,7 +11,7 @@ use crate::setters::setters;
 
 impl<'a> SeqArgs<'a> {
     setters! {
-        /// Rows of packed tensors, pages of paged ones.
+        /// Number of rows of packed tensors, and number of pages of paged ones.
         totals: Totals => totals;
         /// Packed Q: i32 `[batch + 1]`, first row of each sequence in the memory of Q and O.
         cu_seqlens_q: impl Into<Option<DevSlice<'a>>> => cu_seqlens_q;
@@ -58,13 +58,13 @@ impl<'a> ChooseArgs<'a> {
         indices: impl Into<Option<DevSliceMut<'a>>> => indices;
         /// The scores, f32.
         scores: impl Into<Option<DevSliceMut<'a>>> => scores;
-        /// Scratch of the plan's size.
+        /// Scratch memory of the size that the plan states.
         workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
     }
 }
 
 impl<'a> QuantizeArgs<'a> {
-    /// A tensor, and where its elements and the scales of its blocks go.
+    /// Makes arguments of a tensor, and of memory for its elements and the scales of its blocks.
     #[must_use]
     pub fn new(x: DevSlice<'a>, elements: DevSliceMut<'a>, scales: DevSliceMut<'a>) -> Self {
         Self { x, elements, scales, tensor_scale: None, written_scale: None, workspace: None }
@@ -84,15 +84,15 @@ impl<'a> ScoreArgs<'a> {
     setters! {
         /// The elementwise bias.
         bias: impl Into<Option<DevSlice<'a>>> => bias;
-        /// f32 `[num_heads_q]` or `[batch, num_heads_q]`.
+        /// Slopes of ALiBi, f32 `[num_heads_q]` or `[batch, num_heads_q]`.
         alibi_slopes: impl Into<Option<DevSlice<'a>>> => alibi_slopes;
-        /// f32 `[num_heads_q]`.
+        /// Learnable sinks, f32 `[num_heads_q]`.
         sink: impl Into<Option<DevSlice<'a>>> => sink;
-        /// f32 `[1]` or `[batch, num_heads_kv]`.
+        /// Factor of an FP8 Q, f32 `[1]` or `[batch, num_heads_kv]`.
         descale_q: impl Into<Option<DevSlice<'a>>> => descale_q;
-        /// f32 `[1]` or `[batch, num_heads_kv]`.
+        /// Factor of an FP8 K, f32 `[1]` or `[batch, num_heads_kv]`.
         descale_k: impl Into<Option<DevSlice<'a>>> => descale_k;
-        /// f32 `[1]` or `[batch, num_heads_kv]`.
+        /// Factor of an FP8 V, f32 `[1]` or `[batch, num_heads_kv]`.
         descale_v: impl Into<Option<DevSlice<'a>>> => descale_v;
         /// Scales of Q's blocks.
         block_scale_q: impl Into<Option<DevSlice<'a>>> => block_scale_q;
@@ -111,17 +111,18 @@ impl<'a> ScoreArgs<'a> {
 
 impl<'a> MaskArgs<'a> {
     setters! {
-        /// i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
+        /// Endpoints of the intervals, i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints,
+        /// total_q]`.
         intervals: impl Into<Option<DevSlice<'a>>> => intervals;
         /// Words of the mask as bits, u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`.
         bits: impl Into<Option<DevSlice<'a>>> => bits;
-        /// i32 `[batch or 1, heads, blocks_q]`.
+        /// Number of blocks in each row of the partial list, i32 `[batch or 1, heads, blocks_q]`.
         kv_num_blocks: impl Into<Option<DevSlice<'a>>> => kv_num_blocks;
-        /// i32 `[batch or 1, heads, blocks_q, max_blocks]`.
+        /// Indices of the blocks in the partial list, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
         kv_indices: impl Into<Option<DevSlice<'a>>> => kv_indices;
-        /// i32 `[batch or 1, heads, blocks_q]`.
+        /// Number of blocks in each row of the full list, i32 `[batch or 1, heads, blocks_q]`.
         full_kv_num_blocks: impl Into<Option<DevSlice<'a>>> => full_kv_num_blocks;
-        /// i32 `[batch or 1, heads, blocks_q, max_blocks]`.
+        /// Indices of the blocks in the full list, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
         full_kv_indices: impl Into<Option<DevSlice<'a>>> => full_kv_indices;
     }
 
@@ -140,9 +141,9 @@ impl<'a> MaskArgs<'a> {
 
 impl<'a> CacheArgs<'a> {
     setters! {
-        /// New keys.
+        /// New keys, which the call appends to the cache.
         k_new: impl Into<Option<DevSlice<'a>>> => k_new;
-        /// New values, unless V lies in K.
+        /// New values, which the call appends to the cache unless V lies in K.
         v_new: impl Into<Option<DevSlice<'a>>> => v_new;
         /// Cosines of the rotary embedding.
         cos: impl Into<Option<DevSlice<'a>>> => cos;
@@ -157,17 +158,17 @@ impl<'a> FwdArgs<'a> {
     setters! {
         /// LSE, iff the problem writes it.
         lse: impl Into<Option<DevSliceMut<'a>>> => lse;
-        /// Lengths.
+        /// Lengths and positions of the sequences.
         seq: SeqArgs<'a> => seq;
         /// Operands of the score.
         score: ScoreArgs<'a> => score;
         /// Tensors of the masks.
         masks: MaskArgs<'a> => masks;
-        /// Scales of K by rows.
+        /// Scales of K, one for each row.
         k_scale: impl Into<Option<CacheSlice<'a>>> => k_scale;
-        /// Scales of V by rows.
+        /// Scales of V, one for each row.
         v_scale: impl Into<Option<CacheSlice<'a>>> => v_scale;
-        /// Operands of the cache's use.
+        /// Operands of a call with a KV cache.
         cache: CacheArgs<'a> => cache;
         /// Factor of FP8 O, f32 `[1]`, iff the problem has it.
         scale_o: impl Into<Option<DevSlice<'a>>> => scale_o;
@@ -234,8 +235,8 @@ impl<'a> BwdArgs<'a> {
     #[must_use]
     pub fn over_values<'b>(&'b self, values: [DevSlice<'b>; 3]) -> BwdArgs<'b> {
         let written = |slice: &'b DevSliceMut<'_>| {
-            // SAFETY: the memory of the caller's slice, which is borrowed as long as this one lives and is written
-            // through this one alone meanwhile.
+            // SAFETY: this is the memory of the caller's slice, which is borrowed as long as the new slice lives and is
+            // written only through it.
             unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }
         };
         let gradients = [&self.dq, &self.dk, &self.dv].map(written);
@@ -272,7 +273,7 @@ impl<'a> BwdArgs<'a> {
 }
 
 impl<'a> CombineArgs<'a> {
-    /// The parts, all with the problem's strides, and the combined O.
+    /// Makes arguments of the parts, which all have the problem's strides, and of the combined O.
     #[must_use]
     pub fn new(parts: &'a [PartialResult<'a>], o: DevSliceMut<'a>) -> Self {
         Self { parts, o, lse: None }

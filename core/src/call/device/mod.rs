@@ -157,7 +157,7 @@ impl Device {
         self.planned(problem, options, |problem, options| self.0.plan_choose(problem, options))
     }
 
-    /// Chooses a kernel that brings a tensor to a format with scales by blocks.
+    /// Chooses a kernel that converts a tensor to a format with scales by blocks.
     ///
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
@@ -181,7 +181,7 @@ impl Device {
         plan
     }
 
-    /// A plan of what functions have of kernels' own, where kernels take that.
+    /// A plan that replaces functions by kernels' built-in features where kernels have them: bands, soft-cap, ALiBi.
     fn seal_built_in<P: Problem>(
         &self,
         problem: &P,
@@ -191,7 +191,7 @@ impl Device {
         let Some(BuiltIn { problem: folded, slopes, words }) = problem.built_in()? else {
             return self.seal(problem, options, None, plan);
         };
-        // Kernels that were compiled ahead may have the functions alone.
+        // Kernels that were compiled ahead may exist only for the functions themselves.
         let sealed = self.seal(problem, options, Some((Folded { problem: folded, slopes }, words)), &plan);
         sealed.or_else(|_| self.seal(problem, options, None, plan))
     }
@@ -254,7 +254,7 @@ impl Device {
         Stream::new(self, 0, false)
     }
 
-    /// A moment to record on a stream.
+    /// An event, which can be recorded on a stream.
     ///
     /// # Errors
     /// What the driver said, or that it has no events.
