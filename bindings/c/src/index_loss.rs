@@ -1,4 +1,4 @@
-//! The loss of an indexer and its gradients, on host memory.
+//! Computes the loss of an indexer and its gradients, in host memory.
 
 use std::ffi::c_char;
 
@@ -111,10 +111,10 @@ pub unsafe fn index_loss(call: &FmhaIndexLoss) -> Result<(), Error> {
     Ok(())
 }
 
-/// An operand of this many elements.
+/// Reads an operand with this many elements.
 ///
 /// # Safety
-/// `at` is null or memory of so many elements.
+/// `at` is null or memory of that many elements.
 unsafe fn read<'a, T>(name: &'static str, at: *const T, count: usize) -> Result<&'a [T], ProblemError> {
     present(name, at, (count * size_of::<T>()) as u64)?;
     if count == 0 {
@@ -176,7 +176,7 @@ mod tests {
             dtype_q = FMHA_F32,
             dtype_k = FMHA_F32
         );
-        // SAFETY: all pointers are to live memory of the sizes that the call says.
+        // SAFETY: all pointers point to live memory of the sizes that the call states.
         assert_eq!(unsafe { fmha_index_loss(c"cpu".as_ptr(), &raw const call) }, 0);
         let wanted = 0.25 * 0.5f32.ln() + 0.75 * 1.5f32.ln();
         assert!((loss[0] - wanted).abs() < 1e-6 && loss[1] == 0.0, "{loss:?}");
@@ -184,7 +184,7 @@ mod tests {
 
         let halves = [0.5f32, 1.0];
         let scaled = with!(call, dloss = halves.as_ptr(), loss = null_mut(), dq = null_mut());
-        // SAFETY: all pointers are to live memory of the sizes that the call says.
+        // SAFETY: all pointers point to live memory of the sizes that the call states.
         assert_eq!(unsafe { fmha_index_loss(null(), &raw const scaled) }, 0);
         assert_eq!(dk, [0.125, 0.0, -0.125]);
 
