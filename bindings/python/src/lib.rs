@@ -1,9 +1,9 @@
 //! `fmha` for Python: one shared library for every Python and every torch.
 //!
-//! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in
-//! the process and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors
-//! come through `ctypes` ([`fmha_py_run`]). All make a [`request::Request`], from which [`call`] makes the
-//! struct of the C library; [`plans`] keeps plans by the numbers of their calls.
+//! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in the
+//! process and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors come through
+//! `ctypes` ([`fmha_py_run`]). Each makes a [`request::Request`], which [`call`] converts to the C library's structs;
+//! [`plans`] keeps plans by the numbers of their calls.
 
 mod cache;
 pub mod call;
@@ -80,8 +80,8 @@ pub extern "C" fn fmha_py_describe() -> usize {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: promised by the caller: `request` is null or a request whose tensors are memory of their
-        // device as large as they say.
+        // SAFETY: the caller promises that `request` is null or a request whose tensors are memory of their device as
+        // large as they say.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         let device = plans::device(request)?;
         if device.kind != 0 {
@@ -94,10 +94,10 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     })
 }
 
-/// Plans a request on the device of its tensors, and says how many bytes of scratch its run wants.
+/// Plans a request on the device of its tensors, and writes to `bytes` how many bytes of scratch its run needs.
 ///
 /// # Safety
-/// As [`fmha_py_run`]; no tensor is read. `bytes` is written.
+/// As [`fmha_py_run`]; no tensor is read. `bytes` is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_workspace(request: *const Request, bytes: *mut u64) -> c_int {
     guard(|| {
@@ -137,9 +137,9 @@ fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
     Ok((scratch, start))
 }
 
-/// Refuses what is wrong with a request on every device and plans nothing: for a compiler that knows shapes
-/// before it knows memory. Where `operator` is not null the request has the arguments of torch's operator of
-/// that name, whose results are described here.
+/// Checks a request without planning it, and reports the errors that every device reports: for a compiler, which knows
+/// shapes before it has memory. Where `operator` is not null the request has the arguments of torch's operator of that
+/// name, whose results are described here.
 ///
 /// # Safety
 /// As [`fmha_py_run`]; no tensor is read. `operator` is null or a C string.
@@ -156,7 +156,8 @@ pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const
     })
 }
 
-/// Keeps a request's numbers for the process, for the operators that take them as one; -1 where there is no room.
+/// Keeps a request's numbers for the process and returns the number that stands for them, which some operators take
+/// instead; -1 where there is no room.
 ///
 /// # Safety
 /// `request` is null or a request.
@@ -166,7 +167,7 @@ pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
     unsafe { request.as_ref() }.and_then(|request| request::keep(request.numbers)).unwrap_or(-1)
 }
 
-/// Plans a request: what the plan says of itself is the text of [`fmha_py_text`].
+/// Plans a request: [`fmha_py_text`] then returns the plan's description.
 ///
 /// # Safety
 /// As [`fmha_py_run`]; nothing of a device is read.
@@ -180,9 +181,9 @@ pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
     })
 }
 
-/// Reads the text of a score or a mask: what [`fmha_py_text`] has is the function's own text, whose
-/// declarations are of what it reads; or, with 1, the word and column that are wrong, behind the argument's
-/// `name`. A mask is a bool, a score is none.
+/// Reads the text of a score or a mask: [`fmha_py_text`] then returns the function's own text, which declares only
+/// captures that it reads. If 1 is returned, it is the error instead: the argument's `name`, and the wrong word with
+/// its column. A mask is a bool, a score is none.
 ///
 /// # Safety
 /// Both texts are null or C strings.
@@ -311,7 +312,7 @@ pub unsafe extern "C" fn fmha_py_index_loss(call: *const fmha_c::FmhaIndexLoss) 
     })
 }
 
-/// Plans a choice of keys, and says how many bytes of scratch its run wants.
+/// Plans a choice of keys, and writes to `bytes` how many bytes of scratch its run needs.
 ///
 /// # Safety
 /// `call` is null or a choice, whose kernel is null or a C string; no tensor is read. `bytes` is null or writable.
@@ -353,7 +354,7 @@ pub extern "C" fn fmha_py_describe_quantize() -> usize {
     size_of::<quantize::Quantize>()
 }
 
-/// Plans a conversion, and says how many bytes of scratch its run wants.
+/// Plans a conversion, and writes to `bytes` how many bytes of scratch its run needs.
 ///
 /// # Safety
 /// `call` is null or a conversion; no tensor is read. `bytes` is null or writable.

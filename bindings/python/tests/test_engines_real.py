@@ -9,7 +9,7 @@ import pytest
 from reference import DEVICE
 from run import run_python
 
-#: What a program says of the steps that it ran: one size on the CPU, four on a GPU.
+#: Text that a program prints after its steps: it runs one size on the CPU and four on a GPU.
 STEPS = "steps: 3" if DEVICE == "cpu" else "steps: 12"
 
 
@@ -18,8 +18,8 @@ def folders(variable):
     return found or [pytest.param("", marks=pytest.mark.skip(f"{variable} names no folder with its wheel"))]
 
 
-#: What stands in for vLLM's own and for packages: compiled operators, configuration, ranks, logging, what asks hubs or
-#: other processes, and what serves other models.
+#: Stubs for parts of vLLM and for packages: compiled operators, configuration, ranks, logging, modules that query hubs
+#: or other processes, and modules for other models.
 STUBBED = {
     "vllm._custom_ops",
     "vllm.config",

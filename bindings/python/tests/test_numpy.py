@@ -252,7 +252,7 @@ def test_other_threads_run_while_it_computes(rng):
     done.set()
     thread.join()
     during = sum(start < at < end for at in ticks)
-    # The interpreter's lock was free: another thread got on, unless the call was over within a few of its steps.
+    # Another thread ran meanwhile, so the interpreter's lock was free, unless the call ended within a few of its steps.
     assert during >= 2 or end - start < 0.01
 
 
