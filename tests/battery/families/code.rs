@@ -1,4 +1,4 @@
-//! Scores and masks as code: a seed draws each expression.
+//! Scores and masks as code, whose expressions are drawn from a seed.
 
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{Bias, BwdProblem, DType, Dims, FwdProblem};
@@ -21,7 +21,7 @@ const VARIANTS: [&str; 10] = [
     "negative_scale",
 ];
 
-/// Packed sequences: without queries, without keys, of one tile and of several.
+/// Packed sequences: without queries, without keys, with one tile and with several.
 const SEQUENCES: [(u32, u32); 5] = [(0, 9), (33, 70), (17, 0), (70, 65), (1, 130)];
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -57,7 +57,7 @@ fn bounds(cases: &mut Vec<Case>) {
         head_dim_qk: 32,
         head_dim_v: 32,
     };
-    // Heads enough that kernels have the mask in bits, of rows that end within a word.
+    // There are enough heads for kernels to store the mask as bits, and rows end within a word.
     let of_heads = Dims { num_heads_q: 4, seqlen_q: 290, seqlen_k: 330, ..dims };
     let blocks = "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)";
     for (what, dims, text) in [

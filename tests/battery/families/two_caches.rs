@@ -25,7 +25,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Keys of the second cache that a row sees.
+/// Keys of the second cache that a row may see.
 #[derive(Clone, Copy)]
 enum Seen {
     Whole,
@@ -47,7 +47,7 @@ fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims 
     }
 }
 
-/// Lists of the first cache.
+/// Gives the first cache lists of keys.
 fn listed(
     mut problem: FwdProblem,
     mut lengths: Lengths,
@@ -60,7 +60,7 @@ fn listed(
     (problem, lengths)
 }
 
-/// Intervals of compressed keys, of the rows that `second` has.
+/// Gives the second cache's rows intervals of compressed keys.
 fn compressed(problem: &FwdProblem, lengths: &Lengths, ratio: u32) -> (Intervals, Vec<i32>) {
     match lengths.totals.total_q {
         None => {
@@ -74,7 +74,7 @@ fn compressed(problem: &FwdProblem, lengths: &Lengths, ratio: u32) -> (Intervals
     }
 }
 
-/// Endpoints 0 and floor((i + 1) / ratio), an axis of all rows each.
+/// Endpoints 0 and floor((i + 1) / ratio) of row i.
 fn ends(at: u32, rows: u32, ratio: u32) -> i32 {
     if at < rows { 0 } else { ((at - rows + 1) / ratio).cast_signed() }
 }
@@ -153,7 +153,7 @@ fn ways(cases: &mut Vec<Case>, dtype: DType) {
             with_second(problem, Lengths::default(), at, Lengths::default(), Seen::Whole, data(&name).seed);
         push(cases, name, problem, lengths);
     }
-    // The first cache by intervals, two for each row.
+    // Two intervals for each row select the keys of the first cache.
     let intervals = name("intervals/list");
     let mut problem = masked(dtype, dims(5, 70, (4, 2), 48), "0");
     let of_first = Intervals::batch(&problem, MaskAxes { per_batch: false, heads: 2 }, 4);
@@ -233,7 +233,7 @@ fn addressed(mut problem: FwdProblem, [first, second]: [(u32, u32); 2], seed: u6
     (problem, lengths)
 }
 
-/// The problem, with an LSE that leaves sinks out where the modifier ends with "apart".
+/// Problem of a modifier's name. If the name ends with "apart", LSE leaves sinks out.
 fn modified(mut problem: FwdProblem, modifier: &str) -> FwdProblem {
     problem = problem.sink(modifier.contains("sink"));
     if modifier == "softcap" {
@@ -372,7 +372,7 @@ fn rows_of_bytes(cases: &mut Vec<Case>) {
             }
             push(cases, name, problem, lengths);
         }
-        // New rows that no query sees, so that their bytes alone are compared.
+        // No query sees the new rows, so only their bytes are compared.
         for (what, value) in [("infinity", f64::INFINITY), ("nan", f64::NAN), ("most", 3e38)] {
             let name = format!("lists/rows/{word}/appended/unseen/{what}");
             let mut problem = plain(4, 70, "t");
