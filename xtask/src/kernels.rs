@@ -8,12 +8,12 @@ use crate::step::Step;
 /// How an emulated device runs asynchronous work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Asynchronous work is done as soon as it is issued: fast, but a missing wait goes unnoticed.
+    /// Asynchronous work completes when it is issued: fast, but a missing wait is not noticed.
     Eager,
-    /// Asynchronous work is done as soon as it is issued, and every access is ordered by vector clocks: a
-    /// missing wait, fence or arrival is a failure.
+    /// Asynchronous work completes when it is issued, and vector clocks check the order of every access: a missing
+    /// wait, fence or arrival is a failure.
     HappensBefore,
-    /// Clusters run piece by piece in a random order, different in each launch, so that other CTAs get the tiles.
+    /// Clusters run piece by piece in a random order that differs in each launch, so that tiles go to other CTAs.
     DrawnOrder,
     /// Asynchronous work is done as soon as it is issued, but unwritten memory, and the destination of a `cp.async`
     /// before its wait, hold finite garbage instead of NaN, which recomputed rows would hide.
@@ -28,15 +28,15 @@ pub(crate) struct Row {
     /// Name of the kernel in plans, where every case must run on it; `None` lets the backend choose,
     /// fallbacks included.
     pub(crate) kernel: Option<&'static str>,
-    /// `cuda` or `rocm`, and the architecture to emulate.
+    /// Backend, `cuda` or `rocm`, and the architecture to emulate.
     pub(crate) backend: &'static str,
     pub(crate) arch: &'static str,
-    /// `--tile`, where a row is about one that no table chooses for cases this small.
+    /// Option `--tile`, for a row that tests a tile which no table chooses for such small cases.
     pub(crate) tile: Option<&'static str>,
     pub(crate) mode: Mode,
     /// Number of multiprocessors, few enough that each has several tiles; `None`: the emulator's default.
     pub(crate) multiprocessors: Option<u32>,
-    /// The cases of `cargo xtask test`, and those of `--all`.
+    /// Cases of `cargo xtask test`, and cases of `--all`.
     pub(crate) in_test: Cases,
     pub(crate) in_all: Cases,
 }
@@ -46,17 +46,17 @@ pub(crate) struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cases {
     pub(crate) filter: &'static str,
-    /// One in `deal` kernels is tested: 1 is every kernel, 0 none.
+    /// Number of kernels of which one is tested: 1 tests every kernel, 0 none.
     pub(crate) deal: u32,
 }
 
 const NONE: Cases = Cases { filter: "", deal: 0 };
 
-/// Families that every forward kernel takes in `--all`.
+/// Families that every forward kernel runs under `--all`.
 const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare|rows)/";
 /// Cases of small outputs.
 const SMALL: &str = "^small/|^code/small/";
-/// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
+/// Cases of masks and lengths in which the CTAs of a pair have different numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
 /// Cases of caches that Blackwell's kernel takes: 16 bits, head dimensions up to 256, and no keep mask.
@@ -67,7 +67,7 @@ const BLACKWELL_CACHES: &str = "^decode/(groups/[^/]*/wide/|(paged|append|append
 const PREPARED_CASES: &str = "^fp8/blocks/(e4m3fn|e5m2)/(d[0-9x]*/[0b]/r|d256x256/(slanted|rising)|group|group_of_heads|window|\
     few_queries|softcap|dropout.*|sink|negative.*|o_.*|v_apart|nan_(nobody_sees.*|behind_(the|wide)_keys|in_.*))$";
 
-/// The architecture that mutation and coverage interpret.
+/// Architecture that mutation and coverage emulate.
 pub(crate) const HOPPER_ARCH: &str = "sm_90a";
 
 const HOPPER: Row = Row {
@@ -89,12 +89,12 @@ const HOPPER_WALKING: Row =
 /// Cases that `sm80` supports: 16 bits, without a keep mask, which dropout's own edges need.
 const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 
-/// Gradients of head dimensions beyond 128 that Blackwell's kernel takes.
+/// Gradients of head dimensions beyond 128 that Blackwell's kernel supports.
 const WIDE_GRADIENTS: &str = "^backward/(wide|over_blocks|in_turns|hidden)/(.*/)?bf16/d(160|192x128|200|256)";
 
-/// Scales by blocks that Blackwell's kernel takes.
+/// Cases of MXFP8 scales that Blackwell's kernel supports.
 const MXFP8: &str = "^scales/mxfp8_";
-/// Those of NVFP4 with columns of V.
+/// Cases of NVFP4 scales, with column-major V, that Blackwell's kernel supports.
 const NVFP4: &str = "^scales/nvfp4/(bf16|f32)/(descale_[a-z]*/c/|keys/[0-9]*/c|columns/)";
 
 /// Lists of keys, forward, in 16 bits.
@@ -104,24 +104,24 @@ const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wid
 /// Lists of keys of latent rows.
 const LATENT_LISTS: &str = "^lists/(wide/b?f16|wide_fp8/|latent/b?f16/d5|parts/b?f16/latent)";
 
-/// The kernels of mma.sync where no faster one is.
+/// Kernels of mma.sync, where no faster kernel exists.
 const AMPERE: Row = Row { kernel: Some("sm80"), arch: "sm_80", ..HOPPER };
 
 pub(crate) const ROWS: &[Row] = &[
-    // Cases that found planted faults run completely; of the other kernels one in `deal` runs, with all its cases.
+    // Cases that found planted faults run for all kernels. Of the other kernels one in `deal` runs, with all its cases.
     Row {
         kernel: Some("sm90"),
         in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare)/.*bf16", deal: 2 },
         ..HOPPER
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
-    // Scores and masks as code, each expression a kernel of its own; backend-cuda/tests/code.rs has a sample.
+    // Each expression of a score or mask as code is a kernel of its own; backend-cuda/tests/code.rs has a sample.
     Row { in_all: Cases { filter: "^code/", deal: 1 }, ..HOPPER },
     Row { in_all: Cases { filter: "^code/.*/b?f16/", deal: 1 }, ..AMPERE },
     // Calls that are parts of a larger one, with every mask and modifier that uses positions.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
-    // Scores that grow are for kernels whose maxima may lag: those of f32, which the fallback takes a minute
-    // for, are of `--all`.
+    // Growing scores test kernels whose maxima may lag. In f32, where the fallback needs a minute, they run only under
+    // `--all`.
     Row {
         in_test: Cases {
             filter: "^((combine|definition|fp8|guards|laws)/|edges/([^g]|g[^r]|gro[^w]|growth/.*/b?f16/))",
@@ -148,8 +148,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
         ..HOPPER_WALKING
     },
-    // The tile counter is reset for the next call; loads by cp.async; foreign rows of V are zeroed before a proxy
-    // fence: each access is ordered by vector clocks.
+    // Vector clocks check every access: the reset of the tile counter for the next call, loads by cp.async, and zeros
+    // in foreign rows of V before a proxy fence.
     Row {
         tile: Some("order=dynamic"),
         in_test: Cases { filter: "^laws/(twice|a_recorded).*/bf16/.*/b$", deal: 1 },
@@ -170,14 +170,14 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(rare|heads/row_blocks)/.*bf16", deal: 1 },
         ..HOPPER_WALKING
     },
-    // FP8 over several blocks: V turned in shared memory and column-major, and beside 16 bits.
+    // FP8 over several blocks, with V transposed in shared memory, column-major, and in 16 bits.
     Row {
         in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d64x64/b/r|d128x128/0/c|v_bf16|group)$", deal: 1 },
         in_all: Cases { filter: "^fp8/blocks/(e4m3fn|e5m2)/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // A row-major V of FP8 prepared once in the workspace, as longer queries have it: by spare warps beside
-    // the tiles, in a cluster's CTAs too, and by a launch before.
+    // Row-major FP8 V is prepared once in the workspace, as for longer queries: by spare warps beside the tiles, also
+    // in a cluster, and by a launch before.
     Row {
         tile: Some("prepare_v=beside"),
         in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d256x256/0/r|d128x128/b/r|group_of_heads)$", deal: 1 },
@@ -198,28 +198,28 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: PREPARED_CASES, deal: 1 },
         ..HOPPER_WALKING
     },
-    // A short query's keys in parts, which a second kernel merges.
+    // The keys of a short query are read in parts, which a second kernel merges.
     Row {
         tile: Some("block_n=64,split_keys=128,lookahead=off,wait_anchor=0"),
         in_test: Cases { filter: "^edges/short_query/bf16/s(1x600|3x1100)/(0|b:300,0)$", deal: 1 },
         in_all: Cases { filter: "^edges/short_query.*/b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Batch-invariant calls in parts: sm90's, and sm80's of pages that TMA does not read.
+    // Batch-invariant calls in parts, by sm90, and by sm80 for pages that TMA can not read.
     Row {
         kernel: None,
         in_test: Cases { filter: "^decode/fixed_parts/bf16/(q3/p(20|32)|packed)$", deal: 1 },
         in_all: Cases { filter: "^decode/fixed_parts/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Tiles that fold the parts of their keys.
+    // A tile folds the parts of its keys by itself.
     Row {
         tile: Some("fold_keys=256"),
         in_test: Cases { filter: "^edges/short_query(/bf16/s3x1100/b:300,0|_beside_nan/bf16)$", deal: 1 },
         in_all: Cases { filter: "^edges/short_query(/.*/(0|b|b:300,0)|_beside_nan/.*)$", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Equal bits, whichever CTA claims a tile.
+    // Results have equal bits whichever CTA claims a tile.
     Row {
         kernel: Some("sm90"),
         mode: Mode::DrawnOrder,
@@ -228,7 +228,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..HOPPER
     },
-    // Small outputs behind a fast kernel, and behind the slow one.
+    // Small outputs of a fast kernel and of the slow one.
     Row {
         kernel: None,
         in_test: Cases {
@@ -246,7 +246,7 @@ pub(crate) const ROWS: &[Row] = &[
         ..amd("gfx942", NONE)
     },
     Row { in_all: Cases { filter: SMALL, deal: 1 }, ..amd("gfx1100", NONE) },
-    // dK and dV of parts of a kv head's queries, which end in different orders.
+    // Each part of a kv head's queries adds to dK and dV; parts end in different orders.
     Row {
         kernel: Some("sm90"),
         mode: Mode::DrawnOrder,
@@ -255,7 +255,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few_keys/", deal: 1 },
         ..HOPPER
     },
-    // Gradients: of the fast kernel where it takes a problem, else of the fallback.
+    // Gradients by the fast kernel where it supports a problem, otherwise by the fallback.
     Row {
         in_test: Cases {
             filter: "^backward/(head_dim/bf16|group|modifiers/bf16/d64/(dbias_one_one|sink))",
@@ -264,7 +264,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..HOPPER
     },
-    // Blocks of 80 queries, as the table has them from 8192 on.
+    // Blocks of 80 queries, which the table chooses from 8192 on.
     Row {
         tile: Some("block_m=80,dq_path=store_warp"),
         in_test: Cases {
@@ -277,13 +277,13 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..HOPPER_WALKING
     },
-    // Clusters, whose CTAs send each other their dS.
+    // The CTAs of a cluster send their dS to each other.
     Row {
         in_test: Cases { filter: "^backward/wide/bf16/d256x256/(b|used/0)$", deal: 1 },
         in_all: Cases { filter: "^backward/(wide|modifiers)/bf16/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // AMD's on MFMA where it takes a problem, else the fallback; and the fallback alone.
+    // AMD's kernels on MFMA where they support a problem, otherwise the fallback; then the fallback alone.
     Row {
         in_test: Cases {
             filter: "^backward/(pairs_.*/b?f16/|modifiers/bf16/d64/|in_turns/short_group/bf16/d128)",
@@ -294,8 +294,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         in_test: NONE,
-        // Without the laws of f16 pages: one has a subnormal f16 among its keys, which this architecture's
-        // matrix unit reads as 0.
+        // Laws of f16 pages are left out: one has a subnormal key, which this architecture's matrix unit reads as 0.
         in_all: Cases { filter: "^(backward/|decode/(.*bf16|[^p].*/f16|paged/f16))", deal: 1 },
         ..amd("gfx90a", NONE)
     },
@@ -308,7 +307,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: Some("simt"),
-        // FP8 over several blocks without the rows of D 224 and 256, which differ from the others in a loop's length.
+        // FP8 over several blocks, without head dimensions 224 and 256, whose kernels differ only in a loop's length.
         in_test: Cases {
             filter: "^((definition|guards|lists)/|fp8/([^b]|blocks/[^/]*/([^d]|d[^2])))",
             deal: 288,
@@ -353,14 +352,14 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: BLACKWELL_CACHES, deal: 4 },
         ..BLACKWELL
     },
-    // Caches of FP8, brought to 16 bits by a launch before.
+    // A launch before converts FP8 caches to 16 bits.
     Row {
         kernel: Some("sm100_widened"),
         in_test: Cases { filter: "^decode/fp8_cache/e4m3fn/bf16/descale_plain/q1/(strided|p16)$", deal: 1 },
         in_all: Cases { filter: "^decode/fp8_cache/(e4m3fn|e5m2)/", deal: 1 },
         ..BLACKWELL
     },
-    // Caches of FP8 with scales by rows, read and appended, where each kernel of 16-bit caches reads them.
+    // FP8 caches with scales by rows, read and appended to, in each kernel that reads 16-bit caches.
     Row {
         kernel: Some("sm80_widened"),
         in_test: Cases {
@@ -390,7 +389,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/fp8_rows.*/(block[17]/.*/strided|packed)$", deal: 1 },
         ..amd("gfx1100", NONE)
     },
-    // Pairs of CTAs, which wait for each other.
+    // The two CTAs of a pair wait for each other.
     Row {
         tile: Some("cluster=2,order=dynamic,split_keys=0,copy_bytes=0"),
         mode: Mode::HappensBefore,
@@ -399,7 +398,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
         ..BLACKWELL
     },
-    // Blackwell Ultra's loads from tensor memory find maxima: of blocks that no mask cuts.
+    // Blackwell Ultra's loads from tensor memory also find maxima, in blocks that no mask cuts.
     Row {
         arch: "sm_103a",
         in_test: Cases { filter: "^edges/(off_tile|long|nan|inf).*bf16", deal: 2 },
@@ -443,7 +442,7 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..BLACKWELL
     },
-    // Additions in one order have the same bits in whatever order CTAs run.
+    // Additions in one order give the same bits in whatever order CTAs run.
     Row {
         mode: Mode::DrawnOrder,
         multiprocessors: Some(9),
@@ -524,7 +523,7 @@ pub(crate) const ROWS: &[Row] = &[
         kernel: None,
         ..AMPERE
     },
-    // Parts of a cache, page look-ups one block ahead, unconverted FP8: each copy must be ordered before its reads.
+    // Parts of a cache, page look-ups one block ahead, and unconverted FP8: each copy must complete before it is read.
     Row {
         mode: Mode::HappensBefore,
         in_test: Cases { filter: "^decode/split/bf16/(wide/q1/p1|e4m3fn/q1/strided|e5m2/q9/p64)$", deal: 1 },
@@ -559,7 +558,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(backward|decode|edges|heads|rare)/.*bf16", deal: 1 },
         ..amd("gfx942", NONE)
     },
-    // dQ summed in memory, which the model leaves to longer rows than the battery's.
+    // dQ is summed in memory, which the cost model chooses only for longer rows than the battery's.
     Row {
         tile: Some("one_pass=1"),
         mode: Mode::HappensBefore,
@@ -590,7 +589,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Parts that CTAs of a cluster fold.
+    // CTAs of a cluster fold the parts of their keys together.
     Row {
         kernel: Some("sm90_mla"),
         mode: Mode::HappensBefore,
@@ -652,7 +651,7 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..HOPPER_WALKING
     },
-    // A cache brought once to the workspace: of FP8, of pages.
+    // A cache is converted once into the workspace: an FP8 cache, and one in pages.
     Row {
         kernel: Some("sm90_widened"),
         in_test: Cases {
@@ -690,7 +689,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
         ..AMPERE
     },
-    // Two tiles of rows that share what TMA brings.
+    // Two tiles of rows share the blocks that TMA loads.
     Row {
         kernel: Some("sm90_mla"),
         tile: Some("cluster=2"),
@@ -698,14 +697,14 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16.*(strided|packed|p64)$", deal: 1 },
         ..HOPPER_WALKING
     },
-    // An architecture with less shared memory, and so with other tiles.
+    // The architecture has less shared memory, and so other tiles.
     Row {
         arch: "sm_89",
         in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
-    // Products of FP8, V both ways and of 16 bits.
+    // FP8 products with both layouts of V, also V of 16 bits.
     Row {
         arch: "sm_89",
         in_test: Cases {
@@ -723,7 +722,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
-    // The kernels that serve Hopper where its own kernel refuses.
+    // Kernels that compute what Hopper's own kernel refuses.
     Row {
         arch: HOPPER_ARCH,
         in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
@@ -749,7 +748,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(paged|layouts|long|tree)/.*bf16", deal: 1 },
         ..amd("gfx942", NONE)
     },
-    // FP8 caches, to the bits of their 16-bit twins: of the forward's, widened before, and of the decode kernels'.
+    // FP8 caches must give the bits of equal 16-bit caches: in the forward kernel, converted before, and in decode
+    // kernels.
     Row {
         in_test: Cases {
             filter: "^decode/an_fp8_cache_is_one_widened_before/(e5m2/bf16/d96/lengths/q1|latent/e4m3fn/f16)$",
@@ -766,7 +766,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
         ..amd("gfx1201", NONE)
     },
-    // Rows that four waves share: latent ones, whose K is read once, and K and V apart.
+    // Four waves share rows: latent ones, whose K is read once, and separate K and V.
     Row {
         kernel: Some("cdna_decode"),
         in_test: Cases {
@@ -829,7 +829,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
         ..amd("gfx1201", NONE)
     },
-    // Lists of keys: gathers, parts of long lists, latent rows; gradients in any order, and in one by the slow kernel.
+    // Lists of keys: gathers, parts of long lists, latent rows; gradients without an order, and in order by the slow
+    // kernel.
     Row {
         in_test: Cases {
             filter: "^lists/(forward/bf16/(scattered|absent|beyond)|parts/f16/some_empty/|latent/bf16/d576x512/h5|layout/f16/(packed_lengths|addresses_of_5))",
@@ -841,7 +842,7 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..AMPERE
     },
-    // Two caches in one softmax: by gathers, and by wgmma of latent rows.
+    // Two caches in one softmax: by gathers, and by wgmma for latent rows.
     Row {
         in_test: Cases { filter: "^lists/two/bf16/(band/b:15,0/list|parts/absent/sink)$", deal: 1 },
         in_all: Cases { filter: "^lists/two/b?f16/", deal: 1 },
@@ -853,7 +854,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^lists/two/b?f16/latent/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Rows of bytes: by lists of one cache and of two, and without one; whole tiles and parts.
+    // Rows of bytes: with lists of one cache and of two, and without a list; whole tiles and parts.
     Row {
         in_test: Cases {
             filter: "^lists/rows/b(656/(one/h4|appended/new2/every)|584/(two/h7|appended/unseen/nan))$",
@@ -1029,7 +1030,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
         ..AMPERE
     },
-    // Lists of tiles: several to a CTA, cut blocks, whole ones, tiles without keys.
+    // Lists of tiles: several for each CTA, cut blocks, whole ones, and tiles without keys.
     Row {
         kernel: Some("sm90"),
         mode: Mode::HappensBefore,
@@ -1043,7 +1044,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_test: Cases { filter: "^masks/backward/b?f16/(batch/intervals|group/(all|lists))$", deal: 1 },
         ..HOPPER
     },
-    // Masks as code by lists, alone and beside masks as data.
+    // Masks as code become lists of tiles, alone and beside masks as data.
     Row {
         kernel: Some("sm90"),
         mode: Mode::HappensBefore,
@@ -1072,7 +1073,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
         ..amd("gfx942", NONE)
     },
-    // Scales by blocks: each format, both ways of V, pages, gaps.
+    // Scales by blocks in each format, with both layouts of V, pages and gaps.
     Row {
         kernel: Some("simt"),
         in_test: Cases {
@@ -1088,7 +1089,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^scales/", deal: 1 },
         ..amd("gfx942", NONE)
     },
-    // Jetson Thor's chip: the same text, maxima by the loads and polynomials too, which sm_103a has not together.
+    // Jetson Thor compiles the same text, with maxima by loads and also with polynomials, which sm_103a never combines.
     Row {
         arch: "sm_110a",
         in_test: Cases { filter: "^edges/long/bf16/s600x1100/b$", deal: 1 },
@@ -1108,7 +1109,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: NVFP4, deal: 1 },
         ..BLACKWELL
     },
-    // Gradients beside scales by blocks, whose values a launch writes first.
+    // Gradients with scales by blocks: a launch first writes the values.
     Row {
         kernel: Some("sm100_widened"),
         mode: Mode::HappensBefore,
@@ -1126,7 +1127,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: MXFP8, deal: 1 },
         ..BLACKWELL
     },
-    // Masks as data on AMD's tile kernels: lists of tiles, walks over them, gradients; whole ones in `--all`.
+    // Masks as data on AMD's tile kernels: lists of tiles, loops over them, gradients. `--all` runs every case.
     Row {
         kernel: Some("cdna_fwd"),
         in_test: Cases { filter: "^masks/forward/bf16/(batch/all|group/partial)$", deal: 1 },
@@ -1201,18 +1202,18 @@ const fn masks_on(kernel: &'static str, filter: &'static str, arch: &'static str
     Row { kernel: Some(kernel), in_all: Cases { filter, deal: 1 }, ..amd(arch, NONE) }
 }
 
-/// Lists of keys on AMD, forward: whole in `--all`.
+/// Row of a kernel that reads lists of keys on AMD, forward. `--all` runs every case.
 const fn lists_on(kernel: &'static str, arch: &'static str) -> Row {
     Row { kernel: Some(kernel), in_all: Cases { filter: FORWARD_LISTS, deal: 1 }, ..amd(arch, NONE) }
 }
 
-/// Lists of keys on AMD, backward: whole in `--all`.
+/// Row of a kernel for gradients over lists of keys on AMD. `--all` runs every case.
 const fn gradients_of_lists_on(kernel: &'static str, arch: &'static str) -> Row {
     let in_all = Cases { filter: "^lists/(unordered|backward)/b?f16/", deal: 1 };
     Row { kernel: Some(kernel), in_all, ..amd(arch, NONE) }
 }
 
-/// Two caches in one softmax on AMD: whole in `--all`.
+/// Row of two caches in one softmax on AMD. `--all` runs every case.
 const fn two_caches_on(kernel: &'static str, arch: &'static str) -> Row {
     let in_all = Cases { filter: "^lists/two/b?f16/", deal: 1 };
     Row { kernel: Some(kernel), in_all, ..amd(arch, NONE) }
@@ -1222,7 +1223,7 @@ const fn quick(kernel: &'static str, case: &'static str, of: Row) -> Row {
     Row { kernel: Some(kernel), in_test: Cases { filter: case, deal: 1 }, ..of }
 }
 
-/// The tile kernel of an AMD architecture. `tests/emulated_amd.rs` runs the rest of its battery.
+/// Row of an AMD architecture's tile kernel. `tests/emulated_amd.rs` runs the rest of its battery.
 const fn amd(arch: &'static str, in_test: Cases) -> Row {
     Row {
         kernel: None,
@@ -1253,7 +1254,7 @@ impl Row {
             .join(" ")
     }
 
-    /// The step that runs these cases: all of them, or those whose kernel belongs to this part.
+    /// Step that runs these cases: all of them, or those whose kernel belongs to this part.
     pub(crate) fn step(&self, cases: Cases, fmha: &str) -> Option<Step> {
         if cases.deal == 0 {
             return None;
@@ -1303,7 +1304,7 @@ mod tests {
         let text = include_str!("../../tests/battery/families/mod.rs");
         let families: Vec<&str> = text.lines().filter_map(|l| l.trim().strip_suffix("::cases(),")).collect();
         assert!(families.len() >= 10, "{families:?}");
-        // Two caches are named as lists are.
+        // Cases of two caches are named like cases of lists.
         let elsewhere = ["backward", "bits", "decode", "two_caches"];
         for family in families.iter().filter(|family| !elsewhere.contains(family)) {
             let own = [format!("^{family}/"), format!("|{family})/")];
