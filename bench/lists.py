@@ -126,7 +126,7 @@ def lists_of(row: Row, draw: torch.Generator | None) -> torch.Tensor:
     if row.every:
         return torch.arange(row.topk, dtype=torch.int32, device="cuda").expand(shape).contiguous()
     reach = row.keys // row.block
-    # A stride without a common factor visits no key twice.
+    # The stride has no common factor with the number of keys, so no key is visited twice.
     first = torch.randint(reach, shape[:3], generator=draw, device="cuda")
     step = torch.randint(reach // 2, shape[:3], generator=draw, device="cuda") * 2 + 1
     at = torch.arange(row.topk, device="cuda")
@@ -310,7 +310,7 @@ def compiled(turn: tuple[Row, str]) -> str:
 def main() -> None:
     rows = [row for row in ROWS if re.search(arguments.rows, row.name)]
     turns = [(row, kernel) for row in rows for kernel in arguments.kernels.split(",")]
-    # Processes that begin before this one has a device.
+    # The processes start before this process opens a device.
     with multiprocessing.get_context("fork").Pool(min(arguments.jobs, len(turns) or 1), maxtasksperchild=1) as pool:
         refused = pool.map(compiled, turns, chunksize=1)
     print(f"{len(turns) - sum(map(bool, refused))} of {len(turns)} plans made", flush=True)
