@@ -159,7 +159,7 @@ impl Device {
     /// Loads a cubin or PTX, and finds its kernel.
     ///
     /// # Errors
-    /// What the driver said of the image, or that it has no such kernel.
+    /// An error of the driver about the image, or an image without such a kernel.
     pub(crate) fn load(self: &Arc<Self>, image: &[u8], kernel: &str, smem_bytes: u32) -> Result<Kernel> {
         let _entered = self.enter()?;
         // The driver reads PTX as a C string, so a NUL is appended; a cubin ignores bytes after its end.

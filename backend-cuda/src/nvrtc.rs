@@ -134,7 +134,7 @@ fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
     /// # Safety
     /// `T` is the function's type in nvrtc.h.
     unsafe fn function<T: Copy>(library: &Library, name: &[u8]) -> std::result::Result<T, libloading::Error> {
-        // SAFETY: promised by the caller: `T` is the function's type in nvrtc.h.
+        // SAFETY: the caller promises that `T` is the function's type in nvrtc.h.
         unsafe { library.get::<T>(name) }.map(|symbol| *symbol)
     }
     // SAFETY: the types are those of nvrtc.h, unchanged since CUDA 11.1.

@@ -130,7 +130,7 @@ impl OwnKernels {
     /// their types, and the kernel accesses only memory that lives until the launch has completed.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn launch(
         &self,
         kernel: &OwnKernel,

@@ -21,7 +21,7 @@ fn device() -> Device {
 /// # Safety
 /// `T` is the function's type in cuda.h.
 unsafe fn driver<T>(name: &str) -> Symbol<T> {
-    // SAFETY: promised by the caller: `T` is its type in cuda.h.
+    // SAFETY: the caller promises that `T` is its type in cuda.h.
     unsafe { Library::this().get(name.as_bytes()) }.unwrap()
 }
 

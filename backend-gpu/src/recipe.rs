@@ -93,7 +93,7 @@ pub trait GpuProblem: Problem {
     /// As [`fmha_core::Launch::launch`]; the steps are those of these launches.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch_small<D: Driver>(_steps: &[Step<D>], _call: &Call<'_, Self>, _place: u64) -> Result<()> {
         Ok(())
     }
@@ -529,7 +529,7 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     /// entered the device.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, P>) -> Result<()>;
 }
 

@@ -33,7 +33,7 @@ impl<D: Driver> Step<D> {
     /// As [`Driver::launch`].
     ///
     /// # Errors
-    /// What the driver said, or why there is no kernel.
+    /// An error of the driver, or the reason why there is no kernel.
     pub unsafe fn launch(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         let module = self.module.as_ref().map_err(|why| Error::NoDevice(why.clone()))?;
         if self.grid.groups == 0 {
@@ -72,7 +72,7 @@ impl<D: Driver> Steps<D> {
     /// As [`Driver::launch`], for each of them.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn launch_all(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         // SAFETY: the caller keeps the contract of `launch_all`.
         self.iter().try_for_each(|step| unsafe { step.launch(arguments, stream) })

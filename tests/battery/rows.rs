@@ -519,7 +519,7 @@ impl Planning {
 /// Runs both calls of a random problem and compares the rows that they share.
 ///
 /// # Errors
-/// What the backend said, other than a refusal.
+/// An error of the backend, other than a refusal.
 pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Planning) -> Result<Outcome> {
     let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
     for (at, view) in views.iter().enumerate() {
@@ -607,7 +607,7 @@ pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
 /// calls have, and dK and dV if both calls have the same rows. A call may begin amid its sequence.
 ///
 /// # Errors
-/// What the backend said, other than a refusal.
+/// An error of the backend, other than a refusal.
 pub fn compare_gradients(
     device: &Device,
     story: &Story,

@@ -29,7 +29,7 @@ impl Mapped {
     /// the end, so that the first byte is aligned.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub(crate) fn new(device: &Arc<Device>, bytes: u64, at_end: bool) -> Result<Self> {
         let _entered = device.enter()?;
         let location = sys::MemLocation { kind: sys::MEM_LOCATION_DEVICE, id: device.handle };

@@ -188,7 +188,7 @@ impl SimtBwd {
     /// As [`Kernel::launch`].
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch_rows<D: Driver>(&self, steps: &Steps<D>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.0.bind(bind::bwd_params(call.problem, call.args), address);

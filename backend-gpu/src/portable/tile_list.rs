@@ -277,7 +277,7 @@ impl TileListPlan {
     /// check of their call. The stream is live, and the device entered.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub(crate) unsafe fn make_at<D: Driver>(
         &self,
         steps: [Option<&Step<D>>; 3],
@@ -303,7 +303,7 @@ impl TileListPlan {
     /// as large as the plan says.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn made<D: Driver>(
         &self,
         steps: &[Step<D>],

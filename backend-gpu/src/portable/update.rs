@@ -54,7 +54,7 @@ fn place(own: Workspace) -> u64 {
 /// [`workspace`] with the same `own`.
 ///
 /// # Errors
-/// What the driver said.
+/// An error of the driver.
 pub unsafe fn run<D: Driver>(
     steps: &Steps<D>,
     call: &Call<'_, ValidFwd>,
@@ -79,7 +79,7 @@ pub unsafe fn run<D: Driver>(
 /// As [`run`].
 ///
 /// # Errors
-/// What the driver said.
+/// An error of the driver.
 pub unsafe fn run_alone<D: Driver>(
     steps: &Steps<D>,
     call: &Call<'_, ValidFwd>,

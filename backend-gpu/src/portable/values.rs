@@ -105,7 +105,7 @@ impl BlockValues {
     /// As [`fmha_core::Launch::launch`]: the operands cover the problem, and the workspace is the plan's.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn write<D: Driver>(&self, steps: &Steps<D>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let Some(step) = steps.at(Stage::Widen) else { return Ok(()) };
         let fwd = call.problem.fwd();

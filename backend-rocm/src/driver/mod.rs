@@ -71,7 +71,7 @@ impl Driver {
     /// The device's name and architecture.
     ///
     /// # Errors
-    /// What the driver said; [`Error::NoDevice`] for libraries before ROCm 6.
+    /// An error of the driver; [`Error::NoDevice`] for libraries before ROCm 6.
     pub(crate) fn info(&self) -> Result<DeviceInfo> {
         let Some(get) = self.hip.hipGetDevicePropertiesR0600 else {
             return Err(Error::NoDevice(

@@ -394,7 +394,7 @@ impl Choice {
     /// # Safety
     /// `options` is null or options whose strings are null or C strings.
     pub(crate) unsafe fn read(options: *const FmhaOptions) -> Result<Self> {
-        // SAFETY: promised by the caller: `options` is null or options whose strings are null or C strings.
+        // SAFETY: the caller promises that `options` is null or options whose strings are null or C strings.
         let Some(options) = (unsafe { options.as_ref() }) else { return Ok(Self::default()) };
         struct_bytes::<FmhaOptions>(options.struct_bytes)?;
         none("reserved", options.reserved)?;

@@ -243,7 +243,7 @@ pub unsafe extern "C" fn fmha_run_quantize(plan: *const FmhaPlan, args: *const F
 /// `plan` is null (then so is the text) or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char {
-    // SAFETY: promised by the caller: `plan` is null (then so is the text) or from `fmha_plan`.
+    // SAFETY: the caller promises that `plan` is null (then so is the text) or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
@@ -254,7 +254,7 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
 /// `plan` is null or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_workspace_bytes(plan: *const FmhaPlan) -> u64 {
-    // SAFETY: promised by the caller: `plan` is null or from `fmha_plan`.
+    // SAFETY: the caller promises that `plan` is null or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(0, FmhaPlan::workspace_bytes)
 }
 
@@ -371,7 +371,7 @@ pub unsafe extern "C" fn fmha_buffer(
 /// `buffer` is null (then so is the address) or from `fmha_buffer`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_buffer_data(buffer: *const FmhaBuffer) -> *mut c_void {
-    // SAFETY: promised by the caller: `buffer` is null (then so is the address) or from `fmha_buffer`.
+    // SAFETY: the caller promises that `buffer` is null (then so is the address) or from `fmha_buffer`.
     unsafe { buffer.as_ref() }.map_or(std::ptr::null_mut(), |buffer| buffer.memory.as_ptr().cast())
 }
 

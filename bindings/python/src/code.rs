@@ -119,7 +119,7 @@ fn code_of(stored: Stored) -> i32 {
 /// # Safety
 /// `text` is null or a C string that lives as long as its request.
 unsafe fn text_of<'a>(text: *const c_char) -> Option<&'a CStr> {
-    // SAFETY: promised by the caller: `text` is null or a C string that lives as long as its request.
+    // SAFETY: the caller promises that `text` is null or a C string that lives as long as its request.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 

@@ -101,7 +101,7 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_workspace(request: *const Request, bytes: *mut u64) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (request, bytes) = unsafe { (request.as_ref(), bytes.as_mut()) };
         *bytes.ok_or("bytes is null")? = plans::workspace_bytes(request.ok_or("request is null")?)?;
         Ok(())
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn fmha_py_workspace(request: *const Request, bytes: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_run_with(request: *const Request, workspace: *mut u8, bytes: u64) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         plans::run(request, |wanted| match wanted <= bytes {
             true => Ok(((), workspace)),
@@ -163,7 +163,7 @@ pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const
 /// `request` is null or a request.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
-    // SAFETY: promised by the caller: `request` is null or a request.
+    // SAFETY: the caller promises that `request` is null or a request.
     unsafe { request.as_ref() }.and_then(|request| request::keep(request.numbers)).unwrap_or(-1)
 }
 
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn fmha_py_function(
         if name.is_null() || text.is_null() {
             return Err("text is null".to_owned());
         }
-        // SAFETY: not null, and the caller's promise.
+        // SAFETY: the pointers are not null, and the caller promises that they are C strings.
         let (name, text) = unsafe { (CStr::from_ptr(name).to_string_lossy(), CStr::from_ptr(text)) };
         let text = text.to_str().map_err(|_| format!("{name}: the text is not UTF-8"))?;
         let function: Function = text.parse().map_err(|error| format!("{name}: {error}"))?;
@@ -226,7 +226,7 @@ pub unsafe extern "C" fn fmha_py_built_in(
         if text.is_null() || names.is_null() || values.is_null() {
             return Err("text is null".to_owned());
         }
-        // SAFETY: not null, and the caller's promise.
+        // SAFETY: the pointers are not null, and the caller promises that they are C strings.
         let (text, names) = unsafe { (CStr::from_ptr(text), CStr::from_ptr(names)) };
         let (text, names) = (text.to_string_lossy(), names.to_string_lossy());
         let function: Function = text.parse().map_err(|error| format!("{error}"))?;
@@ -259,7 +259,7 @@ pub unsafe extern "C" fn fmha_py_mask_object(
     number: *mut i64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (forward, backward, number) = unsafe { (forward.as_ref(), backward.as_ref(), number.as_mut()) };
         let made = objects::make(forward.ok_or("request is null")?, backward)?;
         *number.ok_or("number is null")? = made;
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn fmha_py_mask_object(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_build_mask(number: i64, request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         objects::build(number, request)
     })
@@ -305,9 +305,9 @@ pub extern "C" fn fmha_py_describe_choose() -> usize {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_index_loss(call: *const fmha_c::FmhaIndexLoss) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         plans::said(unsafe { fmha_c::index_loss(call) })
     })
 }
@@ -319,9 +319,9 @@ pub unsafe extern "C" fn fmha_py_index_loss(call: *const fmha_c::FmhaIndexLoss) 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_workspace_choose(call: *const choose::Choose, bytes: *mut u64) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (call, bytes) = unsafe { (call.as_ref(), bytes.as_mut()) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         *bytes.ok_or("bytes is null")? = unsafe { choose::workspace_bytes(call.ok_or("call is null")?)? };
         Ok(())
     })
@@ -339,9 +339,9 @@ pub unsafe extern "C" fn fmha_py_run_choose(
     bytes: u64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         unsafe { choose::run(call, workspace, bytes) }
     })
 }
@@ -364,7 +364,7 @@ pub unsafe extern "C" fn fmha_py_workspace_quantize(
     bytes: *mut u64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (call, bytes) = unsafe { (call.as_ref(), bytes.as_mut()) };
         *bytes.ok_or("bytes is null")? = quantize::workspace_bytes(call.ok_or("call is null")?)?;
         Ok(())
@@ -382,9 +382,9 @@ pub unsafe extern "C" fn fmha_py_run_quantize(
     bytes: u64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         unsafe { quantize::run(call, workspace, bytes) }
     })
 }

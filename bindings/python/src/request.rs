@@ -412,7 +412,7 @@ impl Request {
     /// `lists` is null or valid.
     #[must_use]
     pub unsafe fn listed(&self) -> Option<&Lists> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the pointer is null or valid.
         unsafe { self.lists.as_ref() }
     }
 
@@ -422,7 +422,7 @@ impl Request {
     /// `block_scales` is null or valid.
     #[must_use]
     pub unsafe fn scaled(&self) -> Option<&BlockScales> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the pointer is null or valid.
         unsafe { self.block_scales.as_ref() }
     }
 
@@ -432,7 +432,7 @@ impl Request {
     /// `second` is null or a live request.
     #[must_use]
     pub unsafe fn second(&self) -> Option<&Self> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the pointer is null or valid.
         unsafe { self.second.as_ref() }
     }
 

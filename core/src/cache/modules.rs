@@ -22,7 +22,7 @@ pub trait Loader: Send + Sync {
     /// has no device and only plans.
     ///
     /// # Errors
-    /// What the driver said of the image.
+    /// An error of the driver about the image.
     fn load(&self, image: &[u8], shared_bytes: u32) -> Result<Option<Self::Kernel>>;
 }
 

@@ -650,7 +650,7 @@ pub trait Launch<P: Problem>: Send + Sync {
     /// it until the work is done. `call.stream` is a live queue of the backend's device.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn build_list(&self, _call: &ListsCall<'_, P>) -> Result<()> {
         Ok(())
     }
@@ -665,6 +665,6 @@ pub trait Launch<P: Problem>: Send + Sync {
     /// `call.stream` is a live queue of the backend's device.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()>;
 }

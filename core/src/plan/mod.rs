@@ -425,7 +425,7 @@ impl<P: Problem> Plan<P> {
     /// As [`Launch::build_list`], with the plan's own problem and list.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub(crate) unsafe fn build_list(
         &self,
         seq: &SeqArgs<'_>,

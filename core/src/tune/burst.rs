@@ -42,7 +42,7 @@ impl Burst {
     /// The memory that the recorded calls named is still there, and nothing else uses it meanwhile.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn seconds(&self, stream: &Stream) -> Result<f64> {
         // SAFETY: the caller promises that the memory that the recorded calls named still exists, and that nothing else
         // uses it meanwhile.

@@ -21,7 +21,7 @@ pub trait Timer {
     /// Seconds of a call, in a burst of them.
     ///
     /// # Errors
-    /// What the device said.
+    /// An error of the device.
     fn burst(&mut self, ready: &Self::Ready) -> Result<f64, String>;
 
     /// Whether the search may begin another tile; called before each one.
@@ -87,7 +87,7 @@ impl InTurns {
     /// Runs the measurement.
     ///
     /// # Errors
-    /// What the device said.
+    /// An error of the device.
     pub fn run<T: Timer>(
         timer: &mut T,
         incumbent: &T::Ready,
@@ -196,7 +196,7 @@ impl Found {
 /// goes on. Confirms the result with three times as many rounds. `tell` is called with each tried tile.
 ///
 /// # Errors
-/// What the device said, or why the kernel's own tile cannot be timed.
+/// An error of the device, or why the kernel's own tile cannot be timed.
 pub fn search<T: Timer>(
     timer: &mut T,
     own: &TileOptions,

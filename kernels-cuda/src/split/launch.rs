@@ -48,7 +48,7 @@ pub(crate) fn merge(
 /// cut.
 ///
 /// # Errors
-/// What the driver said.
+/// An error of the driver.
 pub(crate) unsafe fn run<D: Driver>(
     steps: &Steps<D>,
     call: &FwdCall<'_>,

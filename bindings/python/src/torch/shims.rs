@@ -103,7 +103,7 @@ shims! {
 /// # Safety
 /// `T` is the type of the function called `name`.
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, Wrong> {
-    // SAFETY: promised by the caller: `T` is the function's type.
+    // SAFETY: the caller promises that `T` is the function's type.
     unsafe { library.get::<T>(name.as_bytes()) }
         .map(|symbol| *symbol)
         .map_err(|error| format!("torch lacks {name}, which torch 2.10 has: {error}"))

@@ -81,7 +81,7 @@ impl Buffer {
 unsafe fn lent<'a, T>(first: *const T, count: i64) -> &'a [T] {
     match usize::try_from(count) {
         Ok(count) if count > 0 && !first.is_null() => {
-            // SAFETY: promised by the caller: the framework lends them for the time of the call.
+            // SAFETY: the caller promises that the framework lends them for the time of the call.
             unsafe { std::slice::from_raw_parts(first, count) }
         }
         _ => &[],

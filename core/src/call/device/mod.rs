@@ -242,7 +242,7 @@ impl Device {
     /// A new stream, which does not wait for the default one. On the CPU its work is done at return.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub fn stream(&self) -> Result<Stream> {
         let handle = self.queues()?.map(Queues::create_stream).transpose()?;
         Ok(Stream::new(self, handle.unwrap_or(0), handle.is_some()))
@@ -257,7 +257,7 @@ impl Device {
     /// An event, which can be recorded on a stream.
     ///
     /// # Errors
-    /// What the driver said, or that it has no events.
+    /// An error of the driver, or a device without events.
     pub fn event(&self) -> Result<Event> {
         let handle = self.queues()?.map(Queues::create_event).transpose()?;
         Ok(Event { device: self.clone(), handle })
@@ -266,7 +266,7 @@ impl Device {
     /// Waits until the work of the default stream is done.
     ///
     /// # Errors
-    /// What the driver said, which includes failures of that work.
+    /// An error of the driver, or a failure of that work.
     pub fn synchronize(&self) -> Result<()> {
         match self.queues()? {
             // SAFETY: the default stream is always there.

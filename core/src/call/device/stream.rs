@@ -56,7 +56,7 @@ impl Stream {
     /// Waits until all work queued on the stream is done.
     ///
     /// # Errors
-    /// What the driver said, which includes failures of that work.
+    /// An error of the driver, or a failure of that work.
     pub fn synchronize(&self) -> Result<()> {
         match self.device.queues()? {
             // SAFETY: it lives as long as `self`.
@@ -175,7 +175,7 @@ impl Event {
     /// Waits until it is reached; at once where it was never recorded.
     ///
     /// # Errors
-    /// What the driver said, of the work before it too.
+    /// An error of the driver, or a failure of the work before the event.
     pub fn synchronize(&self) -> Result<()> {
         match self.queues()? {
             // SAFETY: it lives as long as `self`.
