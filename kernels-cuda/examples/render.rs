@@ -204,7 +204,7 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
     Ok(true)
 }
 
-/// The short names are those of older plans.
+/// Short names of fields are those of older plans.
 fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<dyn Error>> {
     let field = match field {
         "lazy" => "lazy_rescale_log2",
