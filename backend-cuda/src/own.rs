@@ -37,7 +37,7 @@ pub struct OwnKernel {
 /// A tensor of four axes with the box that TMA copies; axis 0 is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorBox {
-    /// f16 or bf16.
+    /// Type of the tensor: f16 or bf16.
     pub dtype: DType,
     /// Address of the buffer on the device: a multiple of 16.
     pub address: u64,

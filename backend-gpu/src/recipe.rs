@@ -102,27 +102,27 @@ pub trait GpuProblem: Problem {
 /// An operand whose alignment may matter to a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operand {
-    /// Q.
+    /// Tensor Q of the call.
     Q,
-    /// K.
+    /// Tensor K of the call.
     K,
-    /// V.
+    /// Tensor V of the call.
     V,
     /// K of the second cache.
     SecondK,
     /// V of the second cache.
     SecondV,
-    /// O.
+    /// Tensor O of the call.
     O,
     /// The elementwise bias.
     Bias,
-    /// dO.
+    /// Tensor dO of the call.
     Dout,
-    /// dQ.
+    /// Tensor dQ of the call.
     Dq,
-    /// dK.
+    /// Tensor dK of the call.
     Dk,
-    /// dV.
+    /// Tensor dV of the call.
     Dv,
 }
 

@@ -7,15 +7,15 @@ use fmha_core::ResourceUsage;
 pub struct Resources {
     /// Vector registers per lane, accumulation registers included.
     pub vgprs: u64,
-    /// Accumulation registers.
+    /// Number of accumulation registers of the kernel.
     pub agprs: u64,
-    /// Scalar registers.
+    /// Number of scalar registers of the kernel.
     pub sgprs: u64,
     /// Vector registers that were spilled to memory.
     pub vgpr_spills: u64,
     /// Scalar registers that were spilled to lanes of vector registers.
     pub sgpr_spills: u64,
-    /// Bytes of LDS.
+    /// Bytes of LDS that the kernel uses.
     pub lds_bytes: u64,
     /// Bytes of private memory of each lane.
     pub scratch_bytes: u64,

@@ -160,7 +160,7 @@ typedef struct FmhaStrides {
 
 // The gradients of a call, for backward. Set everything to 0 first, then what is wanted.
 typedef struct FmhaGradients {
-  // sizeof(FmhaGradients).
+  // Size of this struct in bytes: sizeof(FmhaGradients).
   uint64_t struct_bytes;
   // Gradient of O, shape and type of O.
   struct FmhaStrides dout;
@@ -183,14 +183,14 @@ typedef struct FmhaGradients {
   int32_t write_dsink;
   // 1: LSE has a gradient, which is read; else 0.
   int32_t has_dlse;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaGradients;
 
 // Use of a KV cache beside reading it: append, rotary embedding, quantised types, tree mask. Set everything
 // to 0 first, then the fields that you use.
 typedef struct FmhaCache {
-  // sizeof(FmhaCache).
+  // Size of this struct in bytes: sizeof(FmhaCache).
   uint64_t struct_bytes;
   // Number of new rows of a sequence, which are written to K and V from row seqused_k[b] on before attention reads
   // them; packed: of the longest sequence; 0: none.
@@ -234,7 +234,7 @@ typedef struct FmhaCache {
 // dropout use positions of the whole, so a part has the same results as inside the whole. The bias and the keep mask
 // cover only the call.
 typedef struct FmhaPart {
-  // sizeof(FmhaPart).
+  // Size of this struct in bytes: sizeof(FmhaPart).
   uint64_t struct_bytes;
   // Position in the whole of the call's first query; one number for all sequences.
   int64_t position_q;
@@ -269,7 +269,7 @@ typedef struct FmhaCaptured {
   int32_t dtype_grad;
   // 1: in a backward call, the gradient of a captured float tensor is written; else 0.
   int32_t write_grad;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaCaptured;
 
@@ -278,7 +278,7 @@ typedef struct FmhaCaptured {
 // is captured by name. Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin
 // cos tanh erf sigmoid relu sqrt rsqrt min max pow clamp select, and the casts float int bool.
 typedef struct FmhaCode {
-  // sizeof(FmhaCode).
+  // Size of this struct in bytes: sizeof(FmhaCode).
   uint64_t struct_bytes;
   // Host memory: an expression that replaces the scaled score, before soft-cap and bias: "s + 0.5 * (k - q)";
   // null: the score is unchanged.
@@ -296,7 +296,7 @@ typedef struct FmhaCode {
 // Lists of keys in place of all keys, for models that are trained sparse: a query token sees the keys that its list
 // names, for each kv head, and no others. A key that a list names twice counts twice. Set everything to 0 first.
 typedef struct FmhaLists {
-  // sizeof(FmhaLists).
+  // Size of this struct in bytes: sizeof(FmhaLists).
   uint64_t struct_bytes;
   // Number of entries of each token's list of keys.
   int64_t topk;
@@ -321,7 +321,7 @@ typedef struct FmhaLists {
 // batch_stride of 0 is one mask for all sequences; packed intervals and bits have no batch axis. Set everything
 // to 0 first, then what is wanted.
 typedef struct FmhaMasks {
-  // sizeof(FmhaMasks).
+  // Size of this struct in bytes: sizeof(FmhaMasks).
   uint64_t struct_bytes;
   // Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
   // seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
@@ -366,7 +366,7 @@ typedef struct FmhaMasks {
 // values, FMHA_BF16 or FMHA_F32, and descales the scales of whole tensors. NVFP4 tensors count pairs along their axis
 // of stride 1. Set everything to 0 first, then what is wanted.
 typedef struct FmhaBlockScales {
-  // sizeof(FmhaBlockScales).
+  // Size of this struct in bytes: sizeof(FmhaBlockScales).
   uint64_t struct_bytes;
   // Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: each scale is one byte.
   struct FmhaStrides q;
@@ -376,7 +376,7 @@ typedef struct FmhaBlockScales {
   struct FmhaStrides v;
   // FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
   int32_t format;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaBlockScales;
 
@@ -385,7 +385,7 @@ typedef struct FmhaBlockScales {
 // cache alone. A row sees all keys of the second cache, or those that its lists or its intervals show. Set everything
 // to 0 first, then what is wanted.
 typedef struct FmhaSecond {
-  // sizeof(FmhaSecond).
+  // Size of this struct in bytes: sizeof(FmhaSecond).
   uint64_t struct_bytes;
   // Number of keys of a sequence; packed or paged: of the longest sequence.
   int64_t seqlen_k;
@@ -406,7 +406,7 @@ typedef struct FmhaSecond {
   int32_t seqused_k;
   // 1: LSE is over the keys alone and excludes the sink; else 0.
   int32_t lse_without_sink;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaSecond;
 
@@ -509,13 +509,13 @@ typedef struct FmhaProblem {
   int32_t head_max;
   // Forward: 1: key_sum is written; else 0.
   int32_t key_sum;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaProblem;
 
 // Options for the choice of a kernel. A null pointer to it means the same as 0 in every field: the default.
 typedef struct FmhaOptions {
-  // sizeof(FmhaOptions).
+  // Size of this struct in bytes: sizeof(FmhaOptions).
   uint64_t struct_bytes;
   // Name of the kernel to use, or to be refused; null: the backend's choice.
   const char *kernel;
@@ -539,13 +539,13 @@ typedef struct FmhaOptions {
   // 1: the bits of a query row's results depend on that row and the keys that it sees alone, in training,
   // prefill and decoding, or the plan is refused.
   int32_t row_invariant;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaOptions;
 
 // The second cache of a run. Set everything to 0 first, then what FmhaSecond has.
 typedef struct FmhaSecondArgs {
-  // sizeof(FmhaSecondArgs).
+  // Size of this struct in bytes: sizeof(FmhaSecondArgs).
   uint64_t struct_bytes;
   // Read: K of the second cache.
   const void *k;
@@ -582,7 +582,7 @@ typedef struct FmhaCapturedArgs {
   int64_t integer;
   // Value of a number that the text declares as a float.
   float real;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaCapturedArgs;
 
@@ -723,18 +723,18 @@ typedef struct FmhaArgs {
   // 1: dropout_seed and dropout_offset give the position of the generator, which every run with p_drop above 0
   // needs; else 0.
   int32_t dropout_seeded;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaArgs;
 
 // Describes a merge for `fmha_plan_combine`: partial results over the same rows are merged by their LSE, or added.
 // Packed rows are a batch of 1. Set everything to 0 first, then what is wanted.
 typedef struct FmhaCombineProblem {
-  // sizeof(FmhaCombineProblem).
+  // Size of this struct in bytes: sizeof(FmhaCombineProblem).
   uint64_t struct_bytes;
   // Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
   int64_t num_parts;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
   // Number of rows of each sequence.
   int64_t seqlen_q;
@@ -766,7 +766,7 @@ typedef struct FmhaPartial {
 
 // Arguments of a run of a merge. Addresses are those of a first element, in the memory of the plan's device.
 typedef struct FmhaCombineArgs {
-  // sizeof(FmhaCombineArgs).
+  // Size of this struct in bytes: sizeof(FmhaCombineArgs).
   uint64_t struct_bytes;
   // Stream of the run, as in FmhaArgs.
   void *stream;
@@ -783,9 +783,9 @@ typedef struct FmhaCombineArgs {
 // ascending position, followed by -1. Tensors are contiguous, except k and its scales. Set everything to 0 first, then
 // what is wanted.
 typedef struct FmhaChooseProblem {
-  // sizeof(FmhaChooseProblem).
+  // Size of this struct in bytes: sizeof(FmhaChooseProblem).
   uint64_t struct_bytes;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
   // Number of queries of a sequence.
   int64_t seqlen_q;
@@ -842,7 +842,7 @@ typedef struct FmhaChooseProblem {
 // Arguments of a run of a choice. Set everything to 0 first, then what the problem has. Addresses are those of a first
 // element, in the memory of the plan's device.
 typedef struct FmhaChooseArgs {
-  // sizeof(FmhaChooseArgs).
+  // Size of this struct in bytes: sizeof(FmhaChooseArgs).
   uint64_t struct_bytes;
   // Stream of the run, as in FmhaArgs.
   void *stream;
@@ -879,11 +879,11 @@ typedef struct FmhaChooseArgs {
 // scores, sum_h relu(q_h . k) w_h, from a target, which is divided by its sum and has no gradient. All tensors are
 // contiguous, in host memory. Set everything to 0 first, then what is wanted.
 typedef struct FmhaIndexLoss {
-  // sizeof(FmhaIndexLoss).
+  // Size of this struct in bytes: sizeof(FmhaIndexLoss).
   uint64_t struct_bytes;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
-  // Queries of a sequence.
+  // Number of queries of a sequence.
   int64_t seqlen_q;
   // Number of keys of a sequence.
   int64_t seqlen_k;
@@ -925,9 +925,9 @@ typedef struct FmhaIndexLoss {
 // by blocks (CONTRACT.md, "Scales by blocks"). Pages count as sequences; packed rows are one sequence. Set everything
 // to 0 first, then what is wanted.
 typedef struct FmhaQuantizeProblem {
-  // sizeof(FmhaQuantizeProblem).
+  // Size of this struct in bytes: sizeof(FmhaQuantizeProblem).
   uint64_t struct_bytes;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
   // Number of rows of a sequence.
   int64_t seqlen;
@@ -953,14 +953,14 @@ typedef struct FmhaQuantizeProblem {
   int32_t pairs_of_rows;
   // Source of the tensor's scale: FMHA_SCALE_ONE, or with FMHA_NVFP4 alone FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN.
   int32_t scale_of_tensor;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaQuantizeProblem;
 
 // Arguments of a run of a conversion. Set everything to 0 first, then what the problem has. Addresses are those of a
 // first element, in the memory of the plan's device.
 typedef struct FmhaQuantizeArgs {
-  // sizeof(FmhaQuantizeArgs).
+  // Size of this struct in bytes: sizeof(FmhaQuantizeArgs).
   uint64_t struct_bytes;
   // Stream of the run, as in FmhaArgs.
   void *stream;

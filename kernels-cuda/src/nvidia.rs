@@ -89,7 +89,7 @@ const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
 /// nothing else reads an architecture's name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Instructions {
-    /// `cp.async.bulk.tensor`.
+    /// Whether the device has TMA: `cp.async.bulk.tensor`.
     pub tma: bool,
     /// Products of a warpgroup: `wgmma`.
     pub wgmma: bool,
@@ -99,7 +99,7 @@ pub struct Instructions {
     pub reducing_loads: bool,
     /// Asynchronous copies to shared memory, and a warp's products of bf16: `cp.async`, `mma.sync`.
     pub mma_sync: bool,
-    /// Conversions to OCP FP8.
+    /// Whether the device has conversions to OCP FP8.
     pub converts_fp8: bool,
 }
 

@@ -316,7 +316,7 @@ impl Sm100Tile {
         self.vector_store = self.split_keys > 0 || self.vector_store && stores_vectors(problem);
     }
 
-    /// CTAs to launch.
+    /// Number of CTAs to launch.
     #[must_use]
     pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
         if self.shares > 0 {

@@ -52,7 +52,7 @@ const LISTS_HEADER: &str = "fmha/sm80/fwd/fwd_lists.cuh";
 const TWO_CACHES_HEADER: &str = "fmha/sm80/fwd/fwd_two_caches.cuh";
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct Sm80Tile {
         /// Query rows of a CTA.
         pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),

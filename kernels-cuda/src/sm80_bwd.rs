@@ -35,9 +35,9 @@ pub enum BwdSums {
     Dq,
     /// dK and dV of a block of keys.
     DkDv,
-    /// dK alone.
+    /// The launch computes only dK.
     Dk,
-    /// dV alone.
+    /// The launch computes only dV.
     Dv,
     /// dBias of a block of queries by a block of keys.
     DBias,
@@ -66,7 +66,7 @@ impl BwdSums {
 }
 
 abi_spec! {
-    /// How a launch computes.
+    /// Tile of a launch: the choices with which it computes a problem.
     pub struct Sm80BwdTile {
         /// Rows of a CTA (queries or keys) whose gradients it sums: 16 per warp.
         pub rows: i32 = Takes::among(&[16, 32, 64, 128]),

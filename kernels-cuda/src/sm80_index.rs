@@ -27,7 +27,7 @@ const SHARED_BYTES: u32 = 48 << 10;
 const MOST_ROWS: u64 = 64;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct IndexTile {
         /// Threads of a CTA.
         pub num_threads: i32,

@@ -512,7 +512,7 @@ impl Sm90Tile {
         Some(cost::micros(self, problem, &self.schedule(problem).ok()?, num_sms))
     }
 
-    /// CTAs to launch.
+    /// Number of CTAs to launch.
     #[must_use]
     pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
         if self.shares > 0 {

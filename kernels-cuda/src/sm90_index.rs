@@ -30,7 +30,7 @@ const MOST_HEADS: u32 = 64;
 const PIECE_ROWS: u32 = 32;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct Sm90IndexTile {
         /// Number of warpgroups that run the matrix products.
         pub warpgroups: i32,

@@ -16,10 +16,9 @@ use fmha_core::{
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_widened";
 
-/// The kernel's name if Blackwell's kernel reads the cache; the next constant is the name if Blackwell's kernel of wide
-/// heads does.
+/// The kernel's name if Blackwell's kernel `sm100` reads the cache.
 pub const NAME_OF_SM100: &str = "sm100_widened";
-/// See [`NAME_OF_SM100`].
+/// The kernel's name if Blackwell's kernel of wide heads, `sm100_mla`, reads the cache.
 pub const NAME_OF_SM100_MLA: &str = "sm100_mla_widened";
 
 /// The kernel's name where the kernel of every NVIDIA GPU reads the cache.
@@ -90,11 +89,11 @@ abi_struct! {
 /// Offsets of the converted cache's parts in the workspace, after the reading kernel's own part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
-    /// The lengths, i32 `[batch]`.
+    /// Offset of the lengths, i32 `[batch]`.
     pub seqused_k: u64,
-    /// The first rows, i32 `[batch + 1]`.
+    /// Offset of the sequences' first rows, i32 `[batch + 1]`.
     pub cu_seqlens_k: u64,
-    /// K.
+    /// Offset of converted K in the workspace.
     pub k: u64,
     /// Offset of V in the workspace; if V lies in K, the end of the converted cache.
     pub v: u64,

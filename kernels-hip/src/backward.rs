@@ -42,9 +42,9 @@ pub(crate) enum BwdSums {
     Dq,
     /// dK and dV of a block of keys.
     DkDv,
-    /// dK alone.
+    /// The launch computes only dK.
     Dk,
-    /// dV alone.
+    /// The launch computes only dV.
     Dv,
 }
 

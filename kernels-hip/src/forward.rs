@@ -36,7 +36,7 @@ abi_spec! {
         pub dtype_qk: DType,
         /// Type of V, and of P.
         pub dtype_v: DType,
-        /// O.
+        /// Type of O.
         pub output: OutputKind,
         /// Elements of a query's or key's row, padded to a multiple of 32.
         pub head_dim_qk: i32,

@@ -26,7 +26,7 @@ const MOST_ROWS: u64 = 64;
 const GROUPS_OF_A_UNIT: u64 = 4;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct IndexTile {
         /// Threads of a workgroup.
         pub num_threads: i32,
@@ -48,7 +48,7 @@ pub(crate) trait IndexUnit: Send + Sync + 'static {
     const WORDS: &'static str;
 }
 
-/// The unit MFMA.
+/// Kernel of an indexer on the matrix instructions MFMA.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MfmaIndex;
 
@@ -61,7 +61,7 @@ impl IndexUnit for MfmaIndex {
     const WORDS: &'static str = "MFMA, a wave's keys in registers; f32 sums in one order";
 }
 
-/// The unit WMMA.
+/// Kernel of an indexer on the matrix instructions WMMA.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WmmaIndex;
 

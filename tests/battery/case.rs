@@ -49,7 +49,7 @@ pub struct Forward {
 pub struct Backward {
     /// Problem to compute.
     pub problem: BwdProblem,
-    /// The lengths.
+    /// Lengths of the sequences.
     pub lengths: Lengths,
     /// How the elements are drawn, and how tensors lie in memory.
     pub data: Data,

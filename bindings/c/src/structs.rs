@@ -99,7 +99,7 @@ pub struct FmhaStrides {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaGradients {
-    /// sizeof(FmhaGradients).
+    /// Size of this struct in bytes: sizeof(FmhaGradients).
     pub struct_bytes: u64,
     /// Gradient of O, shape and type of O.
     pub dout: FmhaStrides,
@@ -122,7 +122,7 @@ pub struct FmhaGradients {
     pub write_dsink: i32,
     /// 1: LSE has a gradient, which is read; else 0.
     pub has_dlse: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -131,7 +131,7 @@ pub struct FmhaGradients {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCache {
-    /// sizeof(FmhaCache).
+    /// Size of this struct in bytes: sizeof(FmhaCache).
     pub struct_bytes: u64,
     /// Number of new rows of a sequence, which are written to K and V from row seqused_k[b] on before attention reads
     /// them; packed: of the longest sequence; 0: none.
@@ -177,7 +177,7 @@ pub struct FmhaCache {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaPart {
-    /// sizeof(FmhaPart).
+    /// Size of this struct in bytes: sizeof(FmhaPart).
     pub struct_bytes: u64,
     /// Position in the whole of the call's first query; one number for all sequences.
     pub position_q: i64,
@@ -201,7 +201,7 @@ pub struct FmhaPart {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaLists {
-    /// sizeof(FmhaLists).
+    /// Size of this struct in bytes: sizeof(FmhaLists).
     pub struct_bytes: u64,
     /// Number of entries of each token's list of keys.
     pub topk: i64,
@@ -243,7 +243,7 @@ pub struct FmhaCaptured {
     pub dtype_grad: i32,
     /// 1: in a backward call, the gradient of a captured float tensor is written; else 0.
     pub write_grad: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -254,7 +254,7 @@ pub struct FmhaCaptured {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCode {
-    /// sizeof(FmhaCode).
+    /// Size of this struct in bytes: sizeof(FmhaCode).
     pub struct_bytes: u64,
     /// Host memory: an expression that replaces the scaled score, before soft-cap and bias: "s + 0.5 * (k - q)";
     /// null: the score is unchanged.
@@ -275,7 +275,7 @@ pub struct FmhaCode {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaMasks {
-    /// sizeof(FmhaMasks).
+    /// Size of this struct in bytes: sizeof(FmhaMasks).
     pub struct_bytes: u64,
     /// Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
     /// seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
@@ -322,7 +322,7 @@ pub struct FmhaMasks {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaBlockScales {
-    /// sizeof(FmhaBlockScales).
+    /// Size of this struct in bytes: sizeof(FmhaBlockScales).
     pub struct_bytes: u64,
     /// Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: each scale is one byte.
     pub q: FmhaStrides,
@@ -332,7 +332,7 @@ pub struct FmhaBlockScales {
     pub v: FmhaStrides,
     /// FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
     pub format: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -343,7 +343,7 @@ pub struct FmhaBlockScales {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaSecond {
-    /// sizeof(FmhaSecond).
+    /// Size of this struct in bytes: sizeof(FmhaSecond).
     pub struct_bytes: u64,
     /// Number of keys of a sequence; packed or paged: of the longest sequence.
     pub seqlen_k: i64,
@@ -364,7 +364,7 @@ pub struct FmhaSecond {
     pub seqused_k: i32,
     /// 1: LSE is over the keys alone and excludes the sink; else 0.
     pub lse_without_sink: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -469,7 +469,7 @@ pub struct FmhaProblem {
     pub head_max: i32,
     /// Forward: 1: key_sum is written; else 0.
     pub key_sum: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -486,7 +486,7 @@ pub struct FmhaCapturedArgs {
     pub integer: i64,
     /// Value of a number that the text declares as a float.
     pub real: f32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -494,7 +494,7 @@ pub struct FmhaCapturedArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaSecondArgs {
-    /// sizeof(FmhaSecondArgs).
+    /// Size of this struct in bytes: sizeof(FmhaSecondArgs).
     pub struct_bytes: u64,
     /// Read: K of the second cache.
     pub k: *const c_void,
@@ -659,7 +659,7 @@ pub struct FmhaArgs {
     /// 1: dropout_seed and dropout_offset give the position of the generator, which every run with p_drop above 0
     /// needs; else 0.
     pub dropout_seeded: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -668,11 +668,11 @@ pub struct FmhaArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCombineProblem {
-    /// sizeof(FmhaCombineProblem).
+    /// Size of this struct in bytes: sizeof(FmhaCombineProblem).
     pub struct_bytes: u64,
     /// Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
     pub num_parts: i64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
     /// Number of rows of each sequence.
     pub seqlen_q: i64,
@@ -708,7 +708,7 @@ pub struct FmhaPartial {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCombineArgs {
-    /// sizeof(FmhaCombineArgs).
+    /// Size of this struct in bytes: sizeof(FmhaCombineArgs).
     pub struct_bytes: u64,
     /// Stream of the run, as in FmhaArgs.
     pub stream: *mut c_void,
@@ -727,9 +727,9 @@ pub struct FmhaCombineArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaChooseProblem {
-    /// sizeof(FmhaChooseProblem).
+    /// Size of this struct in bytes: sizeof(FmhaChooseProblem).
     pub struct_bytes: u64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
     /// Number of queries of a sequence.
     pub seqlen_q: i64,
@@ -788,7 +788,7 @@ pub struct FmhaChooseProblem {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaChooseArgs {
-    /// sizeof(FmhaChooseArgs).
+    /// Size of this struct in bytes: sizeof(FmhaChooseArgs).
     pub struct_bytes: u64,
     /// Stream of the run, as in FmhaArgs.
     pub stream: *mut c_void,
@@ -827,11 +827,11 @@ pub struct FmhaChooseArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaIndexLoss {
-    /// sizeof(FmhaIndexLoss).
+    /// Size of this struct in bytes: sizeof(FmhaIndexLoss).
     pub struct_bytes: u64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
-    /// Queries of a sequence.
+    /// Number of queries of a sequence.
     pub seqlen_q: i64,
     /// Number of keys of a sequence.
     pub seqlen_k: i64,
@@ -875,9 +875,9 @@ pub struct FmhaIndexLoss {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaQuantizeProblem {
-    /// sizeof(FmhaQuantizeProblem).
+    /// Size of this struct in bytes: sizeof(FmhaQuantizeProblem).
     pub struct_bytes: u64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
     /// Number of rows of a sequence.
     pub seqlen: i64,
@@ -903,7 +903,7 @@ pub struct FmhaQuantizeProblem {
     pub pairs_of_rows: i32,
     /// Source of the tensor's scale: FMHA_SCALE_ONE, or with FMHA_NVFP4 alone FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN.
     pub scale_of_tensor: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -912,7 +912,7 @@ pub struct FmhaQuantizeProblem {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaQuantizeArgs {
-    /// sizeof(FmhaQuantizeArgs).
+    /// Size of this struct in bytes: sizeof(FmhaQuantizeArgs).
     pub struct_bytes: u64,
     /// Stream of the run, as in FmhaArgs.
     pub stream: *mut c_void,
@@ -937,7 +937,7 @@ pub struct FmhaQuantizeArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaOptions {
-    /// sizeof(FmhaOptions).
+    /// Size of this struct in bytes: sizeof(FmhaOptions).
     pub struct_bytes: u64,
     /// Name of the kernel to use, or to be refused; null: the backend's choice.
     pub kernel: *const c_char,
@@ -961,6 +961,6 @@ pub struct FmhaOptions {
     /// 1: the bits of a query row's results depend on that row and the keys that it sees alone, in training,
     /// prefill and decoding, or the plan is refused.
     pub row_invariant: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }

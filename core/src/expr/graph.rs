@@ -191,9 +191,9 @@ impl Variable {
 /// Functions and operators of one operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Unary {
-    /// `-x`; int or float.
+    /// Operation `-x` on an int or a float.
     Neg,
-    /// `|x|`; int or float.
+    /// Operation `|x|` on an int or a float.
     Abs,
     /// Sign: -1, 0 or 1, and 0 for NaN; int or float.
     Sign,
@@ -219,17 +219,17 @@ pub enum Unary {
     Tanh,
     /// Error function.
     Erf,
-    /// `1 / (1 + e^-x)`.
+    /// Function `1 / (1 + e^-x)`.
     Sigmoid,
     /// Rectifier: x, or 0 if x is negative.
     Relu,
     /// Square root.
     Sqrt,
-    /// `1 / sqrt(x)`.
+    /// Function `1 / sqrt(x)`.
     Rsqrt,
-    /// `not x`; bool.
+    /// Operation `not x` on bools.
     Not,
-    /// `~x`; int.
+    /// Operation `~x` on ints.
     BitNot,
 }
 
@@ -301,13 +301,13 @@ impl Unary {
 /// Operators and functions of two operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Binary {
-    /// `a + b`.
+    /// Operation `a + b`.
     Add,
-    /// `a - b`.
+    /// Operation `a - b`.
     Sub,
-    /// `a * b`.
+    /// Operation `a * b`.
     Mul,
-    /// `a / b`; always float.
+    /// Division `a / b`, whose result is always a float.
     Div,
     /// `a // b`, rounded down; int, and 0 where b is 0.
     FloorDiv,
@@ -321,31 +321,31 @@ pub enum Binary {
     Pow,
     /// Product `a * b`, which is 0 if a is 0, even if b is infinite or NaN. Derivatives use it.
     MulZero,
-    /// `a & b`; int.
+    /// Operation `a & b` on ints.
     BitAnd,
-    /// `a | b`; int.
+    /// Operation `a | b` on ints.
     BitOr,
-    /// `a ^ b`; int.
+    /// Operation `a ^ b` on ints.
     BitXor,
     /// `a << b`; int, 0 where b is not in 0..64.
     Shl,
     /// `a >> b`; int, with a's sign, and the sign alone where b is not in 0..64.
     Shr,
-    /// `a and b`; bool.
+    /// Operation `a and b` on bools.
     And,
-    /// `a or b`; bool.
+    /// Operation `a or b` on bools.
     Or,
-    /// `a < b`.
+    /// Comparison `a < b`.
     Lt,
-    /// `a <= b`.
+    /// Comparison `a <= b`.
     Le,
-    /// `a > b`.
+    /// Comparison `a > b`.
     Gt,
-    /// `a >= b`.
+    /// Comparison `a >= b`.
     Ge,
-    /// `a == b`.
+    /// Comparison `a == b`.
     Eq,
-    /// `a != b`.
+    /// Comparison `a != b`.
     Ne,
 }
 

@@ -454,7 +454,7 @@ methods! {
     Int {
         /// The absolute value.
         abs = Abs;
-        /// -1, 0 or 1.
+        /// Sign of the number: -1, 0 or 1.
         sign = Sign;
     }
 }
@@ -499,17 +499,17 @@ pairs! {
         max = Max -> Int;
         /// Quotient rounded down; 0 where `other` is 0.
         floor_div = FloorDiv -> Int;
-        /// `<`.
+        /// Whether `self < other`.
         lt = Lt -> Bool;
-        /// `<=`.
+        /// Whether `self <= other`.
         le = Le -> Bool;
-        /// `>`.
+        /// Whether `self > other`.
         gt = Gt -> Bool;
-        /// `>=`.
+        /// Whether `self >= other`.
         ge = Ge -> Bool;
-        /// `==`.
+        /// Whether `self == other`.
         equals = Eq -> Bool;
-        /// `!=`.
+        /// Whether `self != other`.
         differs = Ne -> Bool;
     }
 }

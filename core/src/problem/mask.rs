@@ -20,7 +20,7 @@ pub enum MaskAlign {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MaskShape {
-    /// Every key is visible.
+    /// Every query sees every key.
     None,
     /// Keys beyond the diagonal are hidden.
     Causal(MaskAlign),

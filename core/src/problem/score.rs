@@ -6,7 +6,7 @@ use crate::layout::{Shape, Strides};
 /// Term that is added to a score after the soft-cap.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bias {
-    /// No bias.
+    /// Scores have no bias.
     None,
     /// An elementwise term `bias[b, h, i, j]`.
     Elementwise(ElementwiseBias),

@@ -11,9 +11,9 @@ use crate::seq::{SeqSpan, spans};
 /// Forward results of one (sequence, query head).
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadForward {
-    /// The sequence.
+    /// Sequence that the rows belong to.
     pub span: SeqSpan,
-    /// The query head.
+    /// Index of the query head.
     pub i_head: u32,
     /// O `[seqlen_q, head_dim_v]`, before `scale_o`.
     pub o: Vec<f64>,

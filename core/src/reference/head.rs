@@ -32,11 +32,11 @@ pub enum Precision {
 /// Operands of attention in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// Q.
+    /// Memory of Q, which the call reads.
     pub q: DevSlice<'a>,
-    /// K.
+    /// Memory of K, which the call reads.
     pub k: DevSlice<'a>,
-    /// V.
+    /// Memory of V, which the call reads.
     pub v: DevSlice<'a>,
     /// Lengths and offsets of the sequences, which [`spans`](crate::seq::spans) has checked.
     pub seq: SeqArgs<'a>,

@@ -10,7 +10,7 @@ use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN};
 /// The sizes and types of an indexer's call. All tensors are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexProblem {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
     /// Number of queries of a sequence.
     pub seqlen_q: u32,
@@ -29,7 +29,7 @@ pub struct IndexProblem {
 /// The keys of its sequence among which a query may choose.
 #[derive(Clone, Copy, Debug)]
 pub enum Candidates<'a> {
-    /// All keys.
+    /// All keys of a sequence are candidates.
     All,
     /// Keys up to the query's own position; the last query has the position of the last key.
     Causal,

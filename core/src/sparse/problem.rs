@@ -101,7 +101,7 @@ pub struct ChosenBlocks {
 /// Kind of the candidates: [`Candidates`] without its operands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CandidateKind {
-    /// All keys of a sequence.
+    /// All keys of a sequence are candidates.
     All,
     /// Keys up to a query's own position; the last query has the position of the last key.
     #[default]
@@ -125,9 +125,9 @@ impl From<Candidates<'_>> for CandidateKind {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ChooseProblem {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
-    /// Queries of a sequence.
+    /// Number of queries of a sequence.
     pub seqlen_q: u32,
     /// Number of keys of a sequence; an upper bound if `seqused_k` gives the numbers.
     pub seqlen_k: u32,

@@ -401,7 +401,7 @@ abi_struct! {
         pub num_heads_kv: i32,
         /// Number of query heads for each kv head, `num_heads_q / num_heads_kv`.
         pub gqa_ratio: i32,
-        /// The mask.
+        /// Mask that decides which keys a query sees.
         pub mask: MaskParams,
         /// Diagonal from which `ALiBi` measures: with 1 `seqlen_k - seqlen_q`, with 0 the diagonal 0.
         pub alibi_bottom_right: i32,

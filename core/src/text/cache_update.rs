@@ -20,7 +20,7 @@ abi_spec! {
     pub struct CacheSpec {
         /// Type of Q and K.
         pub dtype_qk: DType,
-        /// V.
+        /// Type of V.
         pub dtype_v: DType,
         /// Type of cos and sin.
         pub dtype_table: DType,

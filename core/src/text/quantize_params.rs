@@ -62,7 +62,7 @@ abi_struct! {
         pub dim: i32,
         /// Number of groups of lanes, each of which writes a largest magnitude.
         pub num_maxima: i32,
-        /// 0.
+        /// Padding, which is 0.
         pub reserved: i32,
     }
 }

@@ -35,9 +35,9 @@ impl From<KvLayout> for KvKind {
 /// Kind of bias that is added to a score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasKind {
-    /// No bias.
+    /// Scores have no bias.
     None,
-    /// A tensor.
+    /// Scores have a bias that is a tensor of one number for each pair.
     Elementwise,
     /// A slope times the distance from the diagonal.
     Alibi,
@@ -77,11 +77,11 @@ abi_spec! {
     /// Compile-time facts of a forward kernel. Run-time numbers (lengths, strides, scale, bounds) are in
     /// [`FwdParams`](crate::abi::FwdParams); each kernel's tile has its tuning parameters.
     pub struct FwdSpec {
-        /// Q and K.
+        /// Type of Q and K.
         pub dtype_qk: DType,
         /// Type of V, and of P.
         pub dtype_v: DType,
-        /// O.
+        /// Type of O.
         pub dtype_o: DType,
         /// Type of the elementwise bias; F32 if there is none.
         pub dtype_bias: DType,

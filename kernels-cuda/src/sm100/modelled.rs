@@ -30,9 +30,9 @@ pub const START_ROWS: f64 = 256.0;
 pub enum Overlap {
     /// Forward, two query tiles: one's exponentials run under the other's products.
     TwoTiles,
-    /// Forward, one query tile.
+    /// Forward kernel with one query tile to a CTA.
     OneTile,
-    /// Backward.
+    /// Backward kernel.
     Backward,
 }
 
@@ -229,7 +229,7 @@ pub(crate) fn flops(problem: &FwdProblem, a_pair: u32) -> f64 {
 pub struct Published {
     /// Text of the row's columns except the last two; it names the row.
     pub name: String,
-    /// TFLOP/s.
+    /// Published rate in TFLOP/s.
     pub tflops: f64,
     /// Floating-point operations, as the table counts them.
     pub flops: f64,

@@ -86,15 +86,15 @@ impl Call {
 pub struct Row {
     /// The name of the run; only rows of one run are comparable.
     pub run: String,
-    /// The call.
+    /// Call that was measured.
     pub call: Call,
     /// Mean number of keys of a sequence, relative to the longest.
     pub mean: f64,
-    /// The kernel.
+    /// Name of the kernel that was measured.
     pub kernel: String,
     /// How the keys of a tile were divided among CTAs.
     pub keys: Keys,
-    /// Microseconds.
+    /// Measured time in microseconds.
     pub micros: f64,
 }
 

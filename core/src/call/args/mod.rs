@@ -384,13 +384,13 @@ pub struct MaskArgs<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct FwdArgs<'a> {
-    /// Q.
+    /// Memory of Q, which the call reads.
     pub q: DevSlice<'a>,
-    /// K.
+    /// Memory of K, which the call reads.
     pub k: CacheSlice<'a>,
-    /// V.
+    /// Memory of V, which the call reads.
     pub v: CacheSlice<'a>,
-    /// O.
+    /// Memory of O, which the call writes.
     pub o: DevSliceMut<'a>,
     /// LSE, iff the problem writes it.
     pub lse: Option<DevSliceMut<'a>>,
@@ -467,11 +467,11 @@ impl<'a> FwdArgs<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct BwdArgs<'a> {
-    /// Q.
+    /// Memory of Q, which the call reads.
     pub q: DevSlice<'a>,
-    /// K.
+    /// Memory of K, which the call reads.
     pub k: DevSlice<'a>,
-    /// V.
+    /// Memory of V, which the call reads.
     pub v: DevSlice<'a>,
     /// O, as the forward call wrote it.
     pub o: DevSlice<'a>,
@@ -494,7 +494,7 @@ pub struct BwdArgs<'a> {
     pub dcaptured: Vec<DevSliceMut<'a>>,
     /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
     pub dsink: Option<DevSliceMut<'a>>,
-    /// Lengths.
+    /// Lengths of the sequences.
     pub seq: SeqArgs<'a>,
     /// Operands of the score, as in the forward call.
     pub score: ScoreArgs<'a>,

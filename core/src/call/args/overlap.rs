@@ -16,9 +16,9 @@ const MAX_REACH: u64 = 1 << 62;
 /// Relation of two tensors whose address ranges overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
-    /// No byte belongs to both.
+    /// No byte belongs to both tensors.
     Apart,
-    /// A byte belongs to both.
+    /// Some byte belongs to both tensors.
     Shared,
     /// The search gave up, since the strides of the two tensors have too little in common.
     Undecided,

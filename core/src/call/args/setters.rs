@@ -261,7 +261,7 @@ impl<'a> BwdArgs<'a> {
         dcaptured: Vec<DevSliceMut<'a>> => dcaptured;
         /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
         dsink: impl Into<Option<DevSliceMut<'a>>> => dsink;
-        /// Lengths.
+        /// Lengths of the sequences.
         seq: SeqArgs<'a> => seq;
         /// Operands of the score, as in the forward call.
         score: ScoreArgs<'a> => score;
