@@ -130,7 +130,7 @@ fn both(
 struct Kernels {
     /// Names of the forward and the backward kernel.
     names: [&'static str; 2],
-    /// Whether they walk lists of tiles, which the object has for each of them.
+    /// Whether the kernels walk lists of tiles, which the object has for each kernel.
     walk_lists: bool,
     /// Whether additions to dQ are ordered beside masks, which needs positions that the object stores.
     in_order: bool,

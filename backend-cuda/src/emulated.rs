@@ -78,7 +78,7 @@ unsafe fn open(path: &Path) -> std::result::Result<Library, libloading::Error> {
     unsafe { Library::new(path) }
 }
 
-/// Whether this process runs on the double.
+/// Whether this process runs on the emulator's driver library.
 pub(crate) fn is_installed() -> bool {
     DOUBLE.get().is_some()
 }

@@ -80,7 +80,7 @@ impl OwnKernels {
     /// dynamic shared memory.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none; more shared memory than a CTA may have; what the driver said.
+    /// An error of the compiler or a machine without one; more shared memory than a CTA may have; an error of the driver.
     pub fn load(
         &self,
         name: &'static str,

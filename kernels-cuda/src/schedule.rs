@@ -29,8 +29,8 @@ abi_struct! {
         pub num_m_blocks: i32,
         /// First row block of the launch, if it computes only some.
         pub first_m_block: i32,
-        /// Sequences times heads, times the parts of their keys. Heads are query heads (pairs of them if a cluster
-        /// has two), or kv heads if query heads are packed.
+        /// Number of heads in the schedule: sequences times heads, times the parts of their keys. Heads are query heads
+        /// (pairs of them if a cluster has two), or kv heads if query heads are packed.
         pub num_heads: i32,
         /// Heads of an L2 head group. Its tiles run before the next group's, so that their K and V stay in the L2.
         pub heads_per_l2_group: i32,

@@ -73,7 +73,7 @@ abi_spec! {
         pub load: LoadPath,
         /// Whether each token's keys come from a list, or from two caches.
         pub listed: bool,
-        /// Whether they come from two caches.
+        /// Whether the keys come from two caches.
         pub two_caches: bool,
         /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes; 0 if rows have elements of type
         /// `stored`.

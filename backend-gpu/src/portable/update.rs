@@ -63,7 +63,7 @@ pub unsafe fn run<D: Driver>(
     let mut params = fmha_core::bind::fwd_params(call.problem, call.args);
     // If a launch before has converted the cache, the cache itself has been updated already.
     if is_wanted(call.problem) {
-        // SAFETY: the caller keeps the contract.
+        // SAFETY: the caller keeps the contract of this function, which is that of `run_alone`.
         params = unsafe { run_alone(steps, call, own)? };
     }
     if let Some(step) = steps.at(Stage::KeepMask) {

@@ -268,7 +268,7 @@ pub trait Precompile: Sync {
     /// Finds or compiles the kernel of a job.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none.
+    /// An error of the compiler, or a machine without one.
     fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>>;
 }
 
@@ -313,7 +313,7 @@ impl Cache {
     /// Returns the kernel of a job. `compiler` is called only if no bundle has the kernel.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none and no bundle has the kernel.
+    /// An error of the compiler, or no compiler and no bundle with the kernel.
     pub fn get<C: Compiler>(
         &self,
         job: &KernelJob,

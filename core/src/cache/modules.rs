@@ -113,7 +113,7 @@ impl<L: Loader> Modules<L> {
     /// Finds or compiles the kernel of a job without loading it.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none and no bundle has the kernel.
+    /// An error of the compiler, or no compiler and no bundle with the kernel.
     pub fn compile(&self, job: &KernelJob) -> Result<(Arc<CompiledKernel>, Origin)> {
         self.cache.get(job, || self.loader.compiler())
     }

@@ -24,7 +24,7 @@ impl Shape {
         if self.is_empty() { 0 } else { extents.into_iter().fold(1, u64::saturating_mul) }
     }
 
-    /// Whether it has no elements.
+    /// Whether a tensor of this shape has no elements.
     #[inline]
     pub(crate) fn is_empty(self) -> bool {
         self.batch == 0 || self.seq == 0 || self.head == 0 || self.dim == 0

@@ -367,7 +367,7 @@ abi_struct! {
         pub block_table: DevPtr<i32>,
         /// Stride of `block_table` from sequence to sequence.
         pub block_table_batch: i64,
-        /// `ALiBi`'s slopes.
+        /// Slopes of ALiBi.
         pub alibi_slopes: HeadScalars,
         /// The learnable sinks.
         pub sink: HeadScalars,

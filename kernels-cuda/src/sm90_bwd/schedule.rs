@@ -19,7 +19,7 @@ abi_struct! {
         pub num_tiles: i32,
         /// Number of key blocks of the longest sequence.
         pub num_key_blocks: i32,
-        /// Sequences times kv heads.
+        /// Number of heads in the schedule: sequences times kv heads.
         pub num_heads: i32,
         /// Heads of an L2 head group. Its tiles run before the next group's, so that their Q, dO and sums of dQ
         /// stay in the L2.

@@ -83,7 +83,7 @@ impl Selection {
         Self { heads: Some(heads), rows: Some(rows) }
     }
 
-    /// Whether this is not the whole.
+    /// Whether the selection leaves out some results.
     #[must_use]
     pub fn is_partial(&self) -> bool {
         self.heads.is_some() || self.rows.is_some()

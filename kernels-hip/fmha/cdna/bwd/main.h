@@ -29,7 +29,7 @@ FMHA_DEVICE BlockFrags block_frags(const Acc& x) {
 template <MatrixBwdSpec spec, class C>
 struct WalkedLanes {
   typename C::Score::LaneAddresses score_;
-  // Whether rows of both kinds have equal lengths, and so equal addresses.
+  // Whether rows of Q and K are as long as rows of V and dO, so that the offsets in both are equal.
   static constexpr bool alike = spec.head_dim_qk == spec.head_dim_v;
   [[no_unique_address]] typename Maybe<!alike, typename C::Value::LaneAddresses>::type value_;
 
