@@ -80,7 +80,7 @@ impl OwnKernels {
     /// dynamic shared memory.
     ///
     /// # Errors
-    /// An error of the compiler or a machine without one; more shared memory than a CTA may have; an error of the driver.
+    /// An error of the compiler, or no compiler; more shared memory than a CTA may have; an error of the driver.
     pub fn load(
         &self,
         name: &'static str,
