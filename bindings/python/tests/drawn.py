@@ -142,7 +142,7 @@ class Call:
     def rows(self, side, heads, dim, share, dim_last=True):
         shape = (side.rows, heads, dim) if side.packed else (self.batch, side.rows, heads, dim)
         out = side.left_out(self.batch)
-        # Sequences share no rows where lengths leave rows out: a row may be left out in one sequence and read in another.
+        # Sequences share no rows where lengths leave rows out: one sequence may leave out a row that another reads.
         x = self.draw.tensor(shape, self.dtype, (0, 2) if share and not (out.any() or side.packed) else (), dim_last)
         if out.any():
             x[out] = NAN

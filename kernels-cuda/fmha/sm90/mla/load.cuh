@@ -176,7 +176,7 @@ struct Loader {
     return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
                       : part.tail + (bytes_of_lane ^ 64);
   }
-  // Data that a lane looks up ahead for its two rows of a block: the block table's entries; over a list also the keys, and
+  // Data that a lane looks up ahead for its two rows of a block: block table entries; over a list also the keys, and
   // the list's entries for the block after.
   struct Ahead {
     int32_t pages[2], keys[2], entries[2];
