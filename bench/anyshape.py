@@ -66,7 +66,7 @@ arguments = parser.parse_args()
 
 def report(records: list) -> bool:
     """Prints the summary of rows as they are logged; whether each output of ours was right."""
-    # Ours by the best peer; each variant by ours.
+    # The first list holds our time over the best peer's, the second each variant's over ours.
     ratios, lone, wrong = {}, [], []
     for record in records:
         text, results, variants = record["row"], record["results"], record["variants"]
@@ -322,7 +322,7 @@ def in_turns(fns: dict) -> dict:
     def once():
         events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in fns}
         for name, (begin, end) in events.items():
-            # Long enough that the call is queued before the device comes to it.
+            # The calls run long enough to be queued before the device reaches them.
             for _ in range(4):
                 compare._flush_l2()
             begin.record()
@@ -385,7 +385,7 @@ def row(w: Workload, kind: str, exactly: bool):
     return results
 
 
-# The pool starts before CUDA is initialised, since a forked process could not use it.
+# The pool starts before CUDA is initialised, since a forked process can not use an initialised CUDA.
 pool = multiprocessing.get_context("fork").Pool(arguments.jobs) if arguments.jobs > 0 else None
 if arguments.compile:
     began = time.monotonic()

@@ -20,8 +20,8 @@ MOST_READ = 3 << 30  # bytes of K and V in use
 MOST_CACHE = 24 << 30  # bytes of contiguous caches, rows past a sequence's length included
 LEAST_READ = 1 << 18
 PAGES = (1, 2, 8, 16, 16, 16, 32, 64, 64, 128)
-# Rows without a seed, of models that are served: sequences, heads, tokens, the shortest and the longest length, and
-# words of Decode. Lengths are even in the logarithm, the two bounds among them.
+# Rows of served models, drawn without a seed: sequences, heads, tokens, the shortest and the longest length, and words
+# of Decode. Logarithms of the lengths are evenly spaced, and both bounds occur.
 NAMED = (
     (24, 28, 4, 1, 5000, 5000, {}),
     (7, 96, 8, 1, 3000, 3000, {}),
@@ -128,7 +128,7 @@ def drawn(draw: random.Random) -> Decode:
             softcap=draw.choice((20.0, 50.0)) if draw.random() < 0.08 else None,
             sink=draw.random() < 0.05,
         )
-        # A cache without pages has rows for its longest sequence throughout.
+        # A cache without pages has room for the longest length in every sequence.
         cached = 0 if w.page_size else w.batch * w.longest * w.row_bytes
         if w.num_heads_q <= 128 and LEAST_READ <= w.bytes <= MOST_READ and cached <= MOST_CACHE:
             return w

@@ -29,7 +29,8 @@ parser.add_argument("--replays", type=int, default=40)
 parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
 arguments = parser.parse_args()
 
-# Ways of cutting the keys: tiles of `sm90_mla`; `own` is the plan's choice, `parts` its choice without shares.
+# Ways of dividing the keys, as tile fields of `sm90_mla`. `own` is the plan's choice, and `parts` its choice without
+# shares.
 WAYS = {"own": "", "parts": "shares=0", "boxes": "by_tma=1", "copies": "by_tma=0"}
 DIM, DIM_V = 576, 512
 

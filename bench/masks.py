@@ -46,7 +46,7 @@ from torch.nn.attention import flex_attention as torchs
 import fmha
 import fmha.flex
 
-# Backward runs again and again over what forward kept, which torch would else overwrite.
+# Backward runs many times on the tensors that forward saved, which torch would otherwise overwrite.
 torch._functorch.config.donated_buffer = False
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -129,13 +129,14 @@ def table():
     i = torch.arange(LENGTH, device=DEVICE)
     doc, begin, end = documents(max(LENGTH // 8, 2))
     window, prefix, shared, block, side = LENGTH // 8, LENGTH // 4, LENGTH // 4, max(LENGTH // 256, 1), int(math.isqrt(LENGTH))
-    # Answers of equal length behind a question that all of them see.
+    # Answers of equal length follow a question that all of them see.
     answer = (LENGTH - shared) // 4
     in_answer = ((i - shared).clamp(min=0)) // answer
     first_of_answer = torch.where(i < shared, 0, shared + in_answer * answer)
     slopes = torch.tensor([2.0 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)], device=DEVICE, requires_grad=True)
     in_block = i // block * block
-    # Sequences in noisy and clean halves, as block diffusion is trained: own noisy block, and clean blocks before it.
+    # Sequences have a noisy and a clean half, as in training by block diffusion: a token sees its own noisy block and
+    # earlier clean blocks.
     half = LENGTH // 2
     noisy = i < half
     own = torch.where(noisy, in_block, 0)
@@ -298,7 +299,8 @@ def run(row):
             print(f"  {row.name}: {name}: {' '.join(repr(error).split())[:300]}", flush=True)
             forward.pop(name, None)
             backward.pop(name, None)
-    # Gradients of every way are held to those of the first: a float64 backward of whole heads does not fit.
+    # Gradients of every way are compared with those of the first way: a float64 backward of whole heads needs too much
+    # memory.
     names = list(gradients)
     for name in names[1:]:
         for a, b in zip(gradients[names[0]], gradients[name]):
@@ -306,7 +308,7 @@ def run(row):
     del gradients
     found = {}
     for kind, calls in (("forward", forward), ("backward", backward)):
-        # Torch's backward to what a score captures may take seconds.
+        # torch's gradient of a captured tensor may take seconds.
         slow = [name for name, call in calls.items() if event_times(call, 1, True)[0] > 300]
         median = medians({name: call for name, call in calls.items() if name not in slow})
         median.update({name: event_times(calls[name], 1, True)[0] for name in slow})
@@ -331,7 +333,7 @@ def table_of(columns, rows):
 def part_rows():
     all_rows, ratios = [], {}
     for row in table():
-        # The other parts have their seconds too.
+        # Each of the other parts needs time too.
         others = 15 * arguments.parts.count(",")
         if not re.search(arguments.rows, row.name) or not held(f"row {row.name}", 12 + others):
             continue
@@ -356,7 +358,7 @@ def listed_blocks(kind, side, of):
         if kind == "random":
             columns = torch.randperm(of, device=DEVICE)[:count]
         else:
-            # Runs of four neighbours, and the diagonal's own.
+            # A query sees runs of four neighbouring keys, and the diagonal's own key.
             first = torch.randint(0, max(of - 3, 1), (max(1, math.ceil(count / 4)),), device=DEVICE)
             columns = (first[:, None] + torch.arange(4, device=DEVICE)).flatten().clamp(max=of - 1).unique()[:count]
         at[0, 0, row, columns] = True
@@ -392,7 +394,7 @@ def part_lists():
             compiled = torch.compile(torchs.flex_attention, dynamic=False)
             calls = {"torch": lambda: compiled(q, k, v, block_mask=mask)} if arguments.torch else {}
             calls["ours"] = lambda: fmha.flex.flex_attention(q, k, v, block_mask=mask)
-            # Work: two products of each selected pair forward, five backward.
+            # FLOPs: two products for each visible pair in forward, five in backward.
             flops = 4.0 * counts.sum().item() * side * side * DIM * heads
             sample = torch.randperm(length, device=DEVICE)[:64]
             seen = at[0, 0].repeat_interleave(side, 1)[sample // side].bool()
@@ -493,7 +495,7 @@ def part_exact():
     return ["mask", "backward", "deterministic", "price", "repeats with other bits"], rows, []
 
 
-#: Two first calls of a process of its own, forward and backward each: without an expression, then with one.
+#: Program that times the first two calls of a process, forward and backward: without an expression, then with one.
 FIRST = """
 import sys, time, torch, fmha, fmha.flex
 device = sys.argv[1]

@@ -24,7 +24,7 @@ sys.path.insert(0, arguments.kit)
 import decode_rows  # noqa: E402
 from decode_rows import Decode  # noqa: E402
 
-# Each with the longest of all lengths for each sequence, which is what is captured.
+# Calls to capture. Each is captured with the longest of all lengths for every sequence.
 CALLS = (
     Decode(1, 28, 4, 128, (9000,) * 16),
     Decode(1, 28, 4, 128, (9000,) * 16, page_size=16),

@@ -129,7 +129,7 @@ class View:
         self.keys = draw.choice(("packed", "paged", "strided"))
         self.page_size = draw.choice((1, 2, 3, 16, 17, 32, 64, 100, 128)) if self.keys == "paged" else 0
         self.spare = draw.choice((0, 0, draw.randint(1, 3 * PART)))
-        # Other sequences, of other numbers; a strided call has equal numbers of queries.
+        # The other sequences have other numbers. In a strided call they have as many queries as this one.
         self.others = []
         for _ in range(draw.randrange(4)):
             keys = draw.randint(1, length + PART)
@@ -312,7 +312,7 @@ def micros(run, times: int = 40) -> float:
     for _ in range(5):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
-    # Some 5 ms, in which the host queues all calls.
+    # The device sleeps for some 5 ms, in which the host queues all calls.
     torch.cuda._sleep(10_000_000)
     for begin, end in events:
         begin.record()
@@ -421,7 +421,7 @@ def main() -> None:
         if count and arguments.only is not None:
             seeds = [arguments.only]
         differ = 0
-        # A child that inherited a CUDA context could not use it.
+        # Child processes are spawned, since a child that inherits a CUDA context can not use it.
         with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(seeds)) or 1) as pool:
             for at, said in enumerate(pool.imap_unordered(compare, seeds)):
                 if said is not None:

@@ -272,7 +272,7 @@ def main():
     print(f"{where}, torch {torch.__version__}, {len(batches.data)} bytes of text, {args.steps} steps of "
           f"{args.batch} x {args.seqlen} bytes, {args.layers} layers of width {args.width}")  # fmt: skip
     if args.budget:
-        # A tenth of the time for the held-out text.
+        # A tenth of the time is left for the held-out text.
         slowest = 0.0
         for name, attend in runs.items():
             train(args, batches, attend, 3)  # compiles

@@ -20,9 +20,9 @@ fn main() -> Result<(), fmha::Error> {
     let options = Attention::new(dims).mask(MaskSpec::CAUSAL);
     let result = fmha::attention(&q, &k, &v, &options)?;
 
-    // The first query sees one key: its output is that key's value.
+    // The first query sees one key, so its output is that key's value.
     assert_eq!(result.o[..64], v[..64]);
-    // The last sees them all; each output is a mean of values, so none is larger than the largest.
+    // The last query sees all keys. Its output is a mean of values, so no element exceeds the largest value.
     let largest = v.iter().fold(0.0, |most: f32, v| most.max(v.to_f32().abs()));
     assert!(result.o.iter().all(|o| o.to_f32().abs() <= largest));
     println!("O[0, 255, 0, ..4] = {:?}", &result.o[255 * 8 * 64..][..4]);

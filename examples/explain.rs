@@ -1,9 +1,9 @@
-//! The life of a call, step by step: `cargo run --release --example explain`.
+//! Steps of a call, one by one: `cargo run --release --example explain`.
 
 use fmha::{Backend, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 fn main() -> Result<(), fmha::Error> {
-    // Every device, and for an absent one the reason.
+    // Every device is listed; an absent one with the reason.
     for found in fmha::devices() {
         match &found.device {
             Ok(device) => println!("{}: {}", found.backend, device.name()),
@@ -16,7 +16,7 @@ fn main() -> Result<(), fmha::Error> {
     let mask = "b:1024,0".parse::<MaskSpec>().expect("a window of 1024 keys before the diagonal");
     let problem = FwdProblem::batch(fmha::DType::Bf16, dims).mask(mask).write_lse(true);
 
-    // An inconsistent problem is refused here, by field and number.
+    // An inconsistent problem is refused here; the error names the field and its numbers.
     let broken = problem.clone().dims(Dims { num_heads_kv: 5, ..dims });
     if let Err(error) = broken.validate() {
         println!("\nrefused: {error}");
@@ -27,7 +27,7 @@ fn main() -> Result<(), fmha::Error> {
     let plan = device.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("\n{plan}");
 
-    // An explicit request is honoured or refused with every reason.
+    // An explicit wish is granted, or refused with every kernel's reason.
     let wish = PlanOptions::default().kernel("no-such-kernel");
     if let Err(error) = device.plan_fwd(plan.problem(), &wish) {
         println!("refused: {error}");

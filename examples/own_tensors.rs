@@ -19,7 +19,7 @@ fn main() -> Result<(), fmha::Error> {
     plan.run(&mut args, &stream)?; // checks the pointers, queues, returns
     stream.synchronize()?;
 
-    // V is all ones, so O, a mean of its rows, is too.
+    // V is all ones, so O, which is a mean of V's rows, is all ones too.
     assert!(o.iter().all(|o| o.to_f32() == 1.0));
     println!("{plan}");
     Ok(())

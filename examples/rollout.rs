@@ -16,17 +16,17 @@ const HEAD_DIM: u32 = 32;
 const WIDTH: usize = (HEADS_Q * HEAD_DIM) as usize;
 const WIDTH_KV: usize = (HEADS_KV * HEAD_DIM) as usize;
 const VOCABULARY: usize = 53;
-/// Tokens of a page, and of a prompt's piece.
+/// Tokens of a page, and of each piece of a prompt.
 const PAGE: u32 = 7;
 const PIECE: usize = 16;
 /// Tokens of each prompt.
 const PROMPTS: [usize; 3] = [3, 50, 21];
 
-/// Numbers by a seed.
+/// Random generator with a seed.
 struct Random(u64);
 
 impl Random {
-    /// From 0 to 1.
+    /// Random number from 0 to 1.
     fn number(&mut self) -> f32 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 40) as f32 / (1u64 << 24) as f32
@@ -58,7 +58,7 @@ impl Matrix {
     }
 }
 
-/// One layer of attention between an embedding and a head.
+/// Policy model: one layer of attention between an embedding and a head.
 struct Policy {
     embedding: Matrix,
     q: Matrix,
@@ -78,12 +78,12 @@ impl Policy {
         }
     }
 
-    /// Rows of a projection of tokens, in f16.
+    /// Projects tokens to rows in f16.
     fn project(&self, by: &Matrix, tokens: &[usize]) -> Vec<f16> {
         tokens.iter().flat_map(|&token| by.times(self.embedding.row(token))).map(f16::from_f32).collect()
     }
 
-    /// Log-probabilities of the next token, of a row of O.
+    /// Log-probabilities of the next token, from a row of O.
     fn log_probabilities(&self, o: &[f16]) -> Vec<f32> {
         let row: Vec<f32> = o.iter().map(|x| x.to_f32()).collect();
         let logits = self.head.times(&row);
@@ -93,7 +93,7 @@ impl Policy {
     }
 }
 
-/// A request: its tokens, those of them that are in the cache, and the log-probabilities of what was sampled.
+/// Request: its tokens, the number of those in the cache, and the log-probabilities of sampled tokens.
 struct Request {
     tokens: Vec<usize>,
     prompt: usize,
@@ -108,14 +108,14 @@ fn dims(batch: usize, seqlen_q: usize, seqlen_k: usize) -> Dims {
         .head_dim(HEAD_DIM)
 }
 
-/// A causal plan whose rows have equal bits in every call.
+/// Makes a causal plan whose rows have equal bits in every call.
 fn plan(device: &Device, keys: KvLayout, dims: Dims) -> Result<FwdPlan, Error> {
     let mut problem = FwdProblem::new(QLayout::Packed, keys, DType::F16, dims).mask(MaskSpec::CAUSAL);
     problem.layout.seqused_k = matches!(keys, KvLayout::Paged { .. });
     device.plan_fwd(&problem.validate()?, &PlanOptions::default().row_invariant(true))
 }
 
-/// Offsets of sequences of these lengths.
+/// Offsets of sequences with the given lengths.
 fn offsets(lengths: impl Iterator<Item = usize>) -> Vec<i32> {
     let mut all = vec![0];
     all.extend(lengths.scan(0, |sum, length| {
@@ -144,7 +144,7 @@ fn roll_out(
         plan(device, KvLayout::Paged { page_size: PAGE }, dims(count, PIECE, (pages * PAGE) as usize))?;
     let memory = device.memory();
     let halves = |count: usize| memory.alloc_of(DType::F16, count as u64);
-    // The pages of a request lie apart: page p of request r is page p * count + r of the pool.
+    // The pages of a request are not adjacent: page p of request r is page p * count + r of the pool.
     let rows = count * (pages * PAGE) as usize;
     let [mut host_k, mut host_v] = [0, 1].map(|_| vec![f16::NAN; rows * WIDTH_KV]);
     let (mut k, mut v) = (halves(rows * WIDTH_KV)?, halves(rows * WIDTH_KV)?);
@@ -158,7 +158,7 @@ fn roll_out(
     let stream = device.default_stream();
 
     while requests.iter().any(|request| request.tokens.len() < request.prompt + answer) {
-        // Each request brings a piece of its prompt, its last token, or nothing.
+        // A request contributes a piece of its prompt, its last token, or nothing.
         let taken: Vec<usize> = requests
             .iter()
             .map(|request| {
@@ -205,7 +205,7 @@ fn roll_out(
         let mut of_o = vec![f16::ZERO; of_q.len()];
         memory.download(&o, &mut of_o)?;
         for ((request, &taken), &begin) in requests.iter_mut().zip(&taken).zip(&rows_of) {
-            // Only the last token of a prompt's last piece, or the only one, is asked for the next.
+            // The next token is sampled only after a prompt's last piece or after a single token.
             if taken == 0 || request.cached < request.tokens.len() {
                 continue;
             }
@@ -224,9 +224,9 @@ fn roll_out(
     Ok(requests)
 }
 
-/// Log-probabilities of the sampled tokens, all sequences packed in one call.
+/// Computes log-probabilities of the sampled tokens, with all sequences packed in one call.
 fn train(device: &Device, policy: &Policy, requests: &[Request]) -> Result<Vec<Vec<f32>>, Error> {
-    // The last token was sampled, and is no input.
+    // The last token was sampled and is no input.
     let inputs = |request: &Request| request.tokens.len() - 1;
     let longest = requests.iter().map(inputs).max().unwrap_or(0);
     let plan = plan(device, KvLayout::Packed, dims(requests.len(), longest, longest))?;
@@ -279,7 +279,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend: Backend = name.parse()?;
     let mut device = backend.open()?;
     let requests = match roll_out(&device, &policy, answer, &mut random) {
-        // A device whose kernels do not promise it: the CPU serves, with a message, unless the user has named one.
+        // The device's kernels do not promise equal bits. The CPU serves in its place, with a message, unless the user
+        // has chosen the device.
         Err(error @ Error::Unsupported { .. }) if name == "auto" => {
             println!("{error}\nso the CPU serves");
             device = Backend::Cpu.open()?;

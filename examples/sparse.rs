@@ -28,7 +28,7 @@ const TOPK: usize = 8;
 const WARM_UP: usize = 80;
 const STEPS: usize = 400;
 
-/// A table of rows that are learnt, by Adam (Kingma and Ba, arXiv 1412.6980).
+/// Table of rows that are learned by Adam (Kingma and Ba, arXiv 1412.6980).
 struct Table {
     dim: usize,
     rows: Vec<f32>,
@@ -44,7 +44,7 @@ impl Table {
         Self { dim, rows, gradient: vec![0.0; count], moments: vec![[0.0; 2]; count], steps: 0 }
     }
 
-    /// The rows of these numbers, one after another.
+    /// Rows with the given numbers, one after another.
     fn gather(&self, rows: &[usize]) -> Vec<f32> {
         rows.iter().flat_map(|&row| &self.rows[row * self.dim..][..self.dim]).copied().collect()
     }
@@ -68,7 +68,7 @@ impl Table {
     }
 }
 
-/// SplitMix64.
+/// Random generator SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -89,7 +89,7 @@ impl Random {
     }
 }
 
-/// Sequences of names with values, and queries.
+/// Task: sequences of names with values, and queries for names.
 struct Task {
     names: Vec<usize>,
     values: Vec<usize>,
@@ -116,7 +116,7 @@ impl Task {
     }
 }
 
-/// The layer's weights, which training changes.
+/// Weights of the layer, which training changes.
 struct Layer {
     q: Table,
     k: Table,
@@ -151,7 +151,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// The indexer's call for a task.
+/// Call of the indexer for a task.
 fn index_call<'a>(q: &'a [f32], k: &'a [f32], weights: &'a [f32]) -> Result<IndexCall<'a>, Error> {
     let problem = IndexProblem {
         batch: BATCH as u32,
@@ -192,7 +192,7 @@ fn train(device: &Device, layer: &mut Layer, task: &Task, topk: usize) -> Result
         FwdArgs::new(q_, k_, v_, DevSliceMut::host(&mut o)).lse(DevSliceMut::host(&mut lse)).seq(seq);
     plan.run(&mut args, &device.default_stream())?;
 
-    // Cross-entropy of the values' scores, O times a table.
+    // Loss: the cross-entropy of the values' scores, O times a table.
     let (mut loss, mut right) = (0.0, 0);
     let mut dout = vec![0.0f32; rows * DIM];
     for row in 0..rows {
@@ -227,7 +227,7 @@ fn train(device: &Device, layer: &mut Layer, task: &Task, topk: usize) -> Result
     layer.k.scatter(&task.names, dk);
     layer.v.scatter(&task.values, dv);
 
-    // Training moves the indexer's scores towards attention's probabilities over the list.
+    // Training moves the indexer's scores towards attention's probabilities for the listed keys.
     let scores = index_scores(&call)?;
     let (mut d_scores, mut divergence) = (vec![0.0f32; indices.len()], 0.0);
     for (row, list) in indices.chunks(topk).enumerate() {
@@ -252,14 +252,14 @@ fn train(device: &Device, layer: &mut Layer, task: &Task, topk: usize) -> Result
     Ok(format!("loss {loss:.3}, {percent:5.1} % right, indexer's divergence {divergence:.3}"))
 }
 
-/// The share of queries that are answered over a cache in pages of 16 keys, where lists are addresses.
+/// Share of queries that are answered correctly over a cache in pages of 16 keys, with lists of addresses.
 fn decode_from_pages(device: &Device, layer: &Layer, task: &Task) -> Result<f32, Error> {
     const PAGE: usize = 16;
     let rows = BATCH * QUERIES;
     let (index_q, index_k) = (layer.index_q.gather(&task.asked), layer.index_k.gather(&task.names));
     let weights = vec![1.0 / INDEX_HEADS as f32; rows * INDEX_HEADS];
     let mut indices = index_lists(&index_call(&index_q, &index_k, &weights)?, TOPK as u32)?;
-    // The pages of a sequence lie one after another here, so a key's address is its place among all keys.
+    // The pages of a sequence are adjacent here, so a key's address is its index among all keys.
     for (row, list) in indices.chunks_mut(TOPK).enumerate() {
         list.iter_mut().for_each(|key| *key += (row / QUERIES * NAMES) as i32);
     }

@@ -1,4 +1,4 @@
-//! Attention on host slices in one call: the way in for newcomers.
+//! Attention on host slices in one call: the simplest interface.
 
 use fmha_core::{
     DType, DevSliceMut, Device, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions,
@@ -16,22 +16,22 @@ use crate::view::{Element, TensorView, TensorViewMut};
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Attention {
-    /// The sizes.
+    /// Sizes of the tensors.
     pub dims: Dims,
     /// Mask: the keys that a query sees. [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
     pub mask: MaskSpec,
-    /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
+    /// Factor of `Q K^T`; `None` means `1 / sqrt(head_dim_qk)`.
     pub softmax_scale: Option<f32>,
-    /// `softcap * tanh(S / softcap)`.
+    /// Soft-cap: scores S become `softcap * tanh(S / softcap)`.
     pub softcap: Option<f32>,
-    /// Probability that a `P` is dropped.
+    /// Probability that an element of P is dropped.
     pub p_drop: f32,
-    /// Position of the random generator of dropout; a call with `p_drop` above 0 names it.
+    /// Position of dropout's random generator. A call with `p_drop` above 0 must set it.
     pub dropout: Option<DropoutSeed>,
-    /// Whether a kernel that is correct but far from fast may serve where no fast one takes the problem, as
-    /// none takes f32 on a GPU. Off, such a problem is refused with every kernel's reason.
+    /// Whether a kernel that is correct but far from fast may serve where no fast one supports the problem, such as f32
+    /// on a GPU. If false, the problem is refused with every kernel's reason.
     pub allow_fallback: bool,
-    /// Backend of [`attention`]: its device is opened once and kept.
+    /// Backend that computes [`attention`]. Its device is opened once and kept.
     pub backend: Backend,
 }
 
@@ -69,21 +69,21 @@ impl Attention {
         self
     }
 
-    /// Multiplies `Q K^T`; 0 is 0, and only `None` is `1 / sqrt(head_dim_qk)`.
+    /// Sets the factor of `Q K^T`. Only `None` means `1 / sqrt(head_dim_qk)`, so 0 is 0.
     #[must_use]
     pub fn softmax_scale(mut self, softmax_scale: impl Into<Option<f32>>) -> Self {
         self.softmax_scale = softmax_scale.into();
         self
     }
 
-    /// `softcap * tanh(S / softcap)`.
+    /// Sets the soft-cap: scores S become `softcap * tanh(S / softcap)`.
     #[must_use]
     pub fn softcap(mut self, softcap: impl Into<Option<f32>>) -> Self {
         self.softcap = softcap.into();
         self
     }
 
-    /// Probability that a `P` is dropped, and where the generator stands.
+    /// Sets the probability that an element of P is dropped, and the random generator's position.
     #[must_use]
     pub fn dropout(mut self, p_drop: f32, seed: DropoutSeed) -> Self {
         (self.p_drop, self.dropout) = (p_drop, Some(seed));
@@ -104,7 +104,7 @@ impl Attention {
         self
     }
 
-    /// The problem it stands for: batch mode, contiguous b·s·h·d, LSE written.
+    /// Problem that these options describe: a batch of contiguous b·s·h·d tensors, with LSE written.
     #[must_use]
     pub fn problem(&self, dtype: DType) -> FwdProblem {
         FwdProblem::batch(dtype, self.dims)
@@ -261,7 +261,7 @@ pub fn attention_into_on(
     Ok(lse)
 }
 
-/// Refuses a tensor whose extents are not the problem's.
+/// Refuses a tensor whose extents differ from the problem's.
 fn has_shape(name: &'static str, given: Shape, wanted: Shape) -> Result<(), ProblemError> {
     for (axis, given, wanted) in [
         ("batch", given.batch, wanted.batch),
@@ -351,7 +351,7 @@ mod tests {
         let options = Attention::new(DIMS).mask(MaskSpec::CAUSAL);
         let plain = attention(&q, &k, &v, &options).unwrap();
         let problem = options.problem(DType::F32);
-        // Rows of K and V in one buffer, one after the other; V column-major in another; O between other things.
+        // K's and V's rows lie in one buffer one after the other, column-major V in another, and O between other data.
         let (shape_k, shape_v, shape_o) = (problem.shape_k(), problem.shape_v(), problem.shape_o());
         let mut kv = Vec::new();
         for (k, v) in k.chunks(8).zip(v.chunks(6)) {

@@ -59,7 +59,7 @@ pub use fmha_core::built_in;
 pub use fmha_core::quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 pub use half::{bf16, f16};
 
-// Each item is named: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
+// Items are named one by one: a glob would export internal items of the workspace, a `Result` that hides std's, and
 // modules that hide `core`'s.
 pub use fmha_core::{
     Accuracy, AnyProblem, Append, Arrivals, Bias, BiasBroadcast, BiasGrad, BlockFormat, BlockList,

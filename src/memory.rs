@@ -1,4 +1,4 @@
-//! A caller's tensors as a backend's arguments: as they are where the backend reads that memory, else copied.
+//! Tensors of a caller as arguments of a backend: used in place if the backend reads that memory, otherwise copied.
 
 use fmha_core::{DevBuffer, DevSlice, DevSliceMut, DeviceMemory, ElemType, Error, MemorySpace, Result};
 
@@ -16,7 +16,7 @@ impl<'a> Input<'a> {
                 memory.upload(bytes, &mut buffer)?;
                 Ok(Self::Copied(buffer, given.elem()))
             }
-            // A device's memory that a host's backend is given is for the run to refuse.
+            // The run itself refuses device memory that is given to a backend on the host.
             _ => Ok(Self::Given(given)),
         }
     }
@@ -36,7 +36,7 @@ pub(crate) struct Output<'a> {
 }
 
 impl<'a> Output<'a> {
-    /// Host memory is uploaded first: what lies between the tensor's elements, and rows that lengths exclude, are never
+    /// Host memory is uploaded first, since bytes between a tensor's elements and rows outside its lengths are never
     /// written.
     pub(crate) fn new(memory: &dyn DeviceMemory, given: DevSliceMut<'a>) -> Result<Self> {
         let copied = match (memory.space(), given.as_input().as_host()) {
@@ -57,7 +57,7 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Brings the result to where the caller wants it. The work that writes it is done.
+    /// Copies the result to the caller's memory. The work that writes the result is done.
     pub(crate) fn finish(self, memory: &dyn DeviceMemory) -> Result<()> {
         let Some(buffer) = self.copied else { return Ok(()) };
         // SAFETY: host memory, for only that is copied, which `given` borrows exclusively; it is initialised, as slices
@@ -68,7 +68,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// `count` zeros, or an error that says how many bytes there were to be of `what`.
+/// Allocates `count` zeros. The error gives the bytes that `what` needed.
 pub(crate) fn zeros<T: Clone + Default>(what: &str, count: u64) -> Result<Vec<T>> {
     let bytes = u128::from(count) * size_of::<T>() as u128;
     let no_memory = |text: String| Error::System { what: format!("{what} of {bytes} bytes"), text };

@@ -1,4 +1,4 @@
-//! Registry of backends: one arm each, or a name that a third party registers.
+//! Registry of backends: those of this library, and those that third parties register by name.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -23,21 +23,21 @@ pub enum Backend {
     Cuda {
         /// Index of the device, from 0.
         ordinal: u32,
-        /// Interpret kernels for this architecture (`sm_90a`) instead of running them on a device.
+        /// Architecture (`sm_90a`) for which kernels are interpreted, in place of running them on a device.
         emulate: Option<String>,
     },
     /// An AMD device.
     Rocm {
         /// Index of the device, from 0.
         ordinal: u32,
-        /// Interpret kernels for this architecture (`gfx942`) instead of running them on a device.
+        /// Architecture (`gfx942`) for which kernels are interpreted, in place of running them on a device.
         emulate: Option<String>,
     },
     /// A device of a backend that was [registered](register).
     Registered {
         /// Name of the registered backend.
         name: String,
-        /// Index of the device among those of the backend, from 0.
+        /// Index of the device among the backend's devices, from 0.
         ordinal: u32,
     },
 }
@@ -104,7 +104,7 @@ impl Backend {
         if let Some((_, opened)) = kept().iter().find(|(name, _)| *name == self) {
             return Ok(opened.clone());
         }
-        // The lock is free while a slow driver opens a device, since a backend may open another one.
+        // The lock is released while a slow driver opens a device, since a backend may open another one.
         let opened = self.opened_anew()?;
         let mut kept = kept();
         if let Some((_, first)) = kept.iter().find(|(name, _)| *name == self) {
@@ -221,7 +221,7 @@ fn auto() -> Result<Opened> {
     Ok(Opened { device: Backend::Cpu.open()?, passed_over: passed_over.into() })
 }
 
-/// The devices that this process has open: few, so that a list serves. A forked child begins with none.
+/// Devices that this process has open: few, so a list suffices. A forked child begins with none.
 fn kept() -> MutexGuard<'static, Vec<(Backend, Opened)>> {
     static KEPT: PerProcess<Mutex<Vec<(Backend, Opened)>>> = PerProcess::of_first(Mutex::new(Vec::new()));
     KEPT.get(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
@@ -233,8 +233,7 @@ fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
     REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls the opener of a third-party backend. A panic in it means that this device is absent, and has no
-/// other effect.
+/// Calls a third party's function that opens a device. A panic in it only means that this device is absent.
 fn third_party(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
     panic::catch_unwind(AssertUnwindSafe(|| open(ordinal))).unwrap_or_else(|payload| {
         let said = payload.downcast_ref::<&str>().copied();
@@ -243,7 +242,7 @@ fn third_party(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
     })
 }
 
-/// Opens a third party's device by its number.
+/// Function that opens a third party's device by its number.
 type Open = Arc<dyn Fn(u32) -> Result<Device> + Send + Sync>;
 
 /// Gives a third party's backend a name: [`Backend`] as text then takes `name` and `name:N`, and [`Backend::open`]
@@ -282,7 +281,7 @@ pub fn register(name: &str, open: impl Fn(u32) -> Result<Device> + Send + Sync +
 pub struct Found {
     /// Backend that opens the device.
     pub backend: Backend,
-    /// The device, or why it is absent.
+    /// The opened device, or the reason why it is absent.
     pub device: Result<Device>,
 }
 
@@ -303,7 +302,7 @@ pub fn devices() -> Vec<Found> {
         for ordinal in 0.. {
             let device = Found { backend: nth(ordinal), device: nth(ordinal).open() };
             let absent = device.device.is_err();
-            // Beyond the last device there is nothing to report; where there is none at all, the reason.
+            // An absent device after the last one is not reported. If there is no device at all, the reason is.
             if !absent || ordinal == 0 {
                 found.push(device);
             }

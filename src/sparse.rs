@@ -39,7 +39,7 @@ pub use fmha_core::sparse::{
 /// The scores of an indexer, f32 `[batch, seqlen_q, seqlen_k]`; -inf where a key is no candidate of a query.
 ///
 /// # Errors
-/// Memory that the system refuses, or a setting of the environment that says nothing sensible.
+/// Memory that the system refuses, or an invalid environment variable.
 pub fn index_scores(call: &IndexCall<'_>) -> Result<Vec<f32>, Error> {
     let mut scores = filled(call.rows().saturating_mul(call.problem().seqlen_k as usize), 0.0)?;
     cpu()?.index_scores(call, &mut scores)?;

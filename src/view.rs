@@ -1,4 +1,4 @@
-//! A tensor as a value: where it lies, its type, its shape, its strides.
+//! Tensor as a value: its address, type, shape and strides.
 
 use bytemuck::AnyBitPattern;
 use fmha_core::{
@@ -62,8 +62,7 @@ pub struct TensorView<'a> {
     pub strides: Strides,
 }
 
-/// A borrowed tensor that a call writes, as [`TensorView`] is one that it reads. No two of its elements share
-/// an address.
+/// A borrowed tensor that a call writes. No two of its elements share an address.
 #[derive(Debug)]
 pub struct TensorViewMut<'a> {
     /// Memory from the first element to the last, at least. Bytes between its elements stay as they are.
@@ -83,7 +82,7 @@ impl<'a> TensorView<'a> {
         Self::host_strided(elems, shape, Strides::bshd(shape))
     }
 
-    /// Host memory; the tensor's first element is that of `elems`.
+    /// View of host memory. The tensor's first element is that of `elems`.
     #[must_use]
     pub fn host_strided<T: Element>(elems: &'a [T], shape: Shape, strides: Strides) -> Self {
         Self { data: DevSlice::host(elems), dtype: T::DTYPE, shape, strides }
@@ -151,7 +150,7 @@ impl<'a> TensorViewMut<'a> {
         Self { data, dtype, shape, strides }
     }
 
-    /// Input of a later call with the same tensor.
+    /// View of the tensor as the input of a later call.
     #[must_use]
     pub fn as_view(&self) -> TensorView<'_> {
         TensorView { data: self.data.as_input(), dtype: self.dtype, shape: self.shape, strides: self.strides }
@@ -175,7 +174,7 @@ impl<'a> TensorViewMut<'a> {
     }
 }
 
-/// Bytes from the first element to the last; `None` where a stride is negative or the number does not fit.
+/// Bytes from the first element to the last; `None` if a stride is negative or the number does not fit.
 fn reach(strides: Strides, shape: Shape, dtype: DType) -> Option<u64> {
     let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
     (bytes < u64::MAX).then_some(bytes)
@@ -239,7 +238,7 @@ mod arrays {
                 return refused(format!("array.{name} stride {stride} is negative"));
             }
             extents[axis] = fits;
-            // Along a stride of 0 an element stands for many.
+            // With a stride of 0, one element stands for many.
             if stride != 0 || extent == 0 {
                 elems *= extent as u128;
             }
@@ -261,7 +260,8 @@ mod arrays {
     impl<'a, T: Element> TryFrom<ArrayView4<'a, T>> for TensorView<'a> {
         type Error = ProblemError;
 
-        /// Without a copy. An array with gaps between its elements, a slice of a larger one, is refused.
+        /// Conversion without a copy. An array with gaps between its elements, such as a slice of a larger one, is
+        /// refused.
         fn try_from(array: ArrayView4<'a, T>) -> Result<Self, ProblemError> {
             let (shape, strides) = layout(array.shape(), array.strides())?;
             // SAFETY: the elements, borrowed for 'a, lie in one piece from the first one on: `layout`.
@@ -272,7 +272,7 @@ mod arrays {
     impl<'a, T: Element> TryFrom<ArrayViewMut4<'a, T>> for TensorViewMut<'a> {
         type Error = ProblemError;
 
-        /// Without a copy, as [`TensorView`]'s.
+        /// Conversion without a copy, as for [`TensorView`].
         fn try_from(mut array: ArrayViewMut4<'a, T>) -> Result<Self, ProblemError> {
             let (shape, strides) = layout(array.shape(), array.strides())?;
             let ptr = array.as_mut_ptr().cast();
@@ -294,7 +294,7 @@ mod arrays {
             let wave = |step: f32| move |(b, s, h, d)| ((b * 97 + s * 31 + h * 7 + d) as f32 * step).sin();
             let [q, k, v] = [(5, 4, 0.7), (6, 2, 1.3), (6, 2, 0.3)]
                 .map(|(seq, heads, step)| Array4::from_shape_fn((2, seq, heads, 8), wave(step)));
-            // Stored [batch, head, seq, dim], seen [batch, seq, head, dim].
+            // The tensor is stored [batch, head, seq, dim] and viewed [batch, seq, head, dim].
             let stored =
                 |x: &Array4<f32>| x.view().permuted_axes([0, 2, 1, 3]).as_standard_layout().into_owned();
             let [q_s, k_s, v_s] = [&q, &k, &v].map(stored);
@@ -346,7 +346,7 @@ mod tests {
         assert_eq!(said(bshd, 47), Err("k has 188 bytes, but its extents and strides reach 192".to_owned()));
         assert_eq!(said(Strides { head: -4, ..bshd }, 48), Err("k.head stride -4 is negative".to_owned()));
         assert!(said(Strides { seq: i64::MAX, ..bshd }, 48).is_err_and(|text| text.contains("beyond 2^63")));
-        // One row for all: fine to read, not to write.
+        // All queries share one row: this may be read but not written.
         let shared = Strides { seq: 0, ..bshd };
         assert_eq!(said(shared, 48), Ok(()));
         let mut elems = [0f32; 48];

@@ -1,4 +1,4 @@
-//! The crate for candle, bindings/candle, is a workspace of its own: its tests are run from here.
+//! Tests of the crate for candle, bindings/candle, which is a workspace of its own: its tests are run from here.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,7 +12,8 @@ fn the_crate_for_candle_passes_its_tests() {
         let mut command = Command::new(env!("CARGO"));
         command.arg(verb).arg("--locked").arg("--manifest-path").arg(root.join("bindings/candle/Cargo.toml"));
         command.env("CARGO_TARGET_DIR", root.join("target/candle"));
-        // One instruction set of the CPU backend's six: what they compute is tested where they are optimised.
+        // Only one of the CPU backend's six instruction sets is built. Each set's results are tested in another job,
+        // where they are optimised.
         let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
         command.env("RUSTFLAGS", format!("{flags} --cfg baseline_alone"));
         command.output().unwrap()

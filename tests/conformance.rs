@@ -1,4 +1,4 @@
-//! The battery on every backend of this machine; those that are not here are reported absent.
+//! Battery on every backend of this machine. Absent backends are reported.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -8,8 +8,8 @@ use fmha_conformance::law::BIT_FOR_BIT;
 use fmha_conformance::report::{Report, run_cases};
 use fmha_conformance::run::Options;
 
-/// Laws of bits over more tiles than a GPU has units, and gradients to which many of them add in order. A
-/// CPU's threads have several tiles each in `bits/few` already, and no two of them add to one gradient.
+/// Laws of bits over more tiles than a GPU has units, and gradients to which many units add in order. A CPU's threads
+/// have several tiles each in `bits/few` already, and no two of them add to one gradient.
 const FOR_A_WHOLE_DEVICE: [&str; 2] = ["bits/many/", "backward/in_turns/"];
 
 fn is_for_a_whole_device(case: &Case) -> bool {
@@ -63,7 +63,7 @@ fn what_is_for_a_whole_device_keeps_the_contract_on_the_cpu() {
     assert!(summary.passed > 100 && summary.passed == cases.len() as u64, "{summary}");
 }
 
-/// The CPU backend refuses nothing and runs everything, and one kernel serves both sides of a law.
+/// The CPU backend refuses nothing and runs every case, and in each law one kernel serves both calls.
 fn whole_contract(report: &Report) {
     let summary = report.summary;
     assert_eq!(summary.refused, 0);

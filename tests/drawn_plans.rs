@@ -1,6 +1,5 @@
-//! A plan that is made can be compiled: every source of the plans of drawn problems compiles, on every
-//! architecture, without a device. What is not taken is refused by the plan, with a reason, and never by a
-//! compiler.
+//! Every kernel of a plan compiles: all sources of plans of drawn problems are compiled, for every architecture,
+//! without a device. A problem without a kernel is refused by the plan, with a reason, and never by a compiler.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -18,7 +17,7 @@ const ARCHS: [&str; 11] = [
     "gfx1201",
 ];
 
-/// Decides the problems of CI's sample; of a longer run where no other is given.
+/// Seed of the problems in CI's sample, and of a longer run without a seed of its own.
 const SEED: &str = "58";
 
 fn pretend(arch: &str) -> Device {
@@ -26,7 +25,7 @@ fn pretend(arch: &str) -> Device {
     device.unwrap()
 }
 
-/// Further options of a drawn problem's plan: every combination, round-robin.
+/// Further plan options for a drawn problem: every combination in turn.
 fn options(index: usize) -> PlanOptions {
     let bit = |at: usize| index >> at & 1 == 1;
     let accuracy = if bit(0) { Accuracy::Exact } else { Accuracy::Fast };
@@ -47,7 +46,7 @@ impl Valid {
         }
     }
 
-    /// The steps of its plan, none of them without code; `None` where it is refused.
+    /// Steps of the problem's plan, each with code; `None` where the problem is refused.
     fn plan(&self, device: &Device, options: &PlanOptions) -> Result<Option<Vec<String>>, Error> {
         let codes = match self {
             Self::Forward(problem) => device.plan_fwd(problem, options).map(|plan| codes(plan.steps())),
@@ -72,7 +71,7 @@ fn of_case(case: &Case, options: &PlanOptions) -> PlanOptions {
     }
 }
 
-/// Whether the architecture's kernels can be compiled here; says so if not.
+/// Whether the architecture's kernels can be compiled here. If not, a message is printed.
 fn has_compiler(arch: &str, device: &Device) -> bool {
     let dims = Dims::batch(1).seqlens(1, 1).heads(1, 1).head_dim(16);
     let problem = FwdProblem::batch(fmha_core::DType::F16, dims).validate().unwrap();
@@ -88,7 +87,7 @@ fn has_compiler(arch: &str, device: &Device) -> bool {
     }
 }
 
-/// Plans `case` for an architecture; whether it is taken, or what went wrong.
+/// Plans `case` for an architecture. Returns whether it is supported, or the error.
 fn plans(arch: &str, device: &Device, case: &Case, options: &PlanOptions) -> Result<bool, String> {
     let wrong = |error: Error| format!("{arch} {} {options:?}: {error}", case.name);
     match Valid::of(case).plan(device, &of_case(case, options)).map_err(wrong)? {
@@ -100,7 +99,7 @@ fn plans(arch: &str, device: &Device, case: &Case, options: &PlanOptions) -> Res
     }
 }
 
-/// Cases of a seed whose plans compile, and the errors of the others.
+/// Compiles the plans of a seed's cases. Returns how many compiled, and the errors.
 fn compile_all(seed: &str, count: usize) -> (usize, Vec<String>) {
     let cases = format!("{seed}:{count}").parse::<Drawn>().unwrap().cases();
     let devices: Vec<_> = ARCHS
@@ -128,7 +127,7 @@ fn a_call_that_a_plan_takes_reaches_no_compilers_error() {
         if !has_compiler(arch, &device) {
             continue;
         }
-        // Each architecture has the first of its own cases that it takes.
+        // Each architecture gets the first of its own cases that it supports.
         let own = cases.iter().enumerate().skip(at).step_by(ARCHS.len());
         let mut taken = own.map(|(index, case)| {
             (
@@ -141,7 +140,7 @@ fn a_call_that_a_plan_takes_reaches_no_compilers_error() {
     }
 }
 
-/// `FMHA_DRAWN_PLANS` is how many, or SEED:COUNT.
+/// `FMHA_DRAWN_PLANS` is the number of cases, or SEED:COUNT.
 #[test]
 #[ignore = "hundreds of kernels are compiled: cargo xtask test --all"]
 fn no_call_of_many_that_a_plan_takes_reaches_a_compilers_error() {
@@ -152,7 +151,8 @@ fn no_call_of_many_that_a_plan_takes_reaches_a_compilers_error() {
     assert!(wrong.is_empty(), "{} do not compile:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// A spill makes ptxas serialise the products of this backward: it is slower, not wrong, and the plan says so.
+/// A spill makes ptxas serialise the products of this backward kernel: the kernel is slower but right, and the plan
+/// reports it.
 #[test]
 fn a_kernel_that_spills_is_planned_and_says_that_it_loses_speed() {
     let device = pretend("sm_90a");
@@ -171,15 +171,15 @@ fn a_kernel_that_spills_is_planned_and_says_that_it_loses_speed() {
     assert!(plan.to_string().contains("Performance Loss"), "{plan}");
 }
 
-/// The kernels of a plan, but for those that update or bring together what the others read; `None` where it is refused.
+/// Kernels of a plan, without those that update a cache or merge results; `None` where the problem is refused.
 fn kernels(device: &Device, problem: &ValidFwd, options: &PlanOptions) -> Option<BTreeSet<&'static str>> {
     let jobs = device.precompiler()?.jobs(AnyProblem::Forward(problem), options).ok()?;
     let reads = |kernel: &&str| *kernel != "widen_cache" && !kernel.ends_with("_update");
     Some(jobs.iter().map(|job| job.kernel).filter(reads).collect())
 }
 
-/// A quantised cache is read by the kernels that read the same cache in 16 bits, or it has not their bits (CONTRACT.md,
-/// "KV caches").
+/// A quantised cache is read by the kernels that read an equal cache in 16 bits; other kernels would give other bits
+/// (CONTRACT.md, "KV caches").
 #[test]
 fn a_quantised_cache_has_the_kernels_of_its_twin() {
     let cases = fmha_conformance::case::all();

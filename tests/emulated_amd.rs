@@ -21,15 +21,15 @@ use fmha_core::{AnyProblem, Device, PlanOptions};
 
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
-/// Tile kernels of an architecture for each that runs; each architecture runs others.
+/// Number of parts into which the tile kernels of an architecture are divided. Each architecture runs other parts.
 const PARTS: u64 = 90;
-/// Cases that may go wrong on one architecture alone, by its matrix instructions or its waits.
+/// Cases that may fail on one architecture only, because of its matrix instructions or its waits.
 const EVERYWHERE: [&str; 2] = ["edges/off_tile/bf16", "combine/bf16"];
 
-/// Laws of bits over more tiles than a real device has units; `bits/few` is for emulated ones.
+/// Laws of bits with more tiles than a real device has units. Emulated devices use `bits/few`.
 const FOR_A_WHOLE_DEVICE: &str = "bits/many/";
 
-/// Cases that an architecture's hardware fails, with why. They are reported absent, and must fail.
+/// Cases that an architecture's hardware computes wrongly, with the reason. They are reported absent, and must fail.
 const BEYOND_THE_HARDWARE: [(&str, &str, &str); 4] = [
     ("gfx90a", "definition/random_269/f16/group/d64x64/h8kv2/s1x1/b:-1,3", SUBNORMAL),
     ("gfx90a", "definition/pairs2_024/f16/gaps/d128x128/h9kv3/s64x64/b:0,0", SUBNORMAL),
@@ -38,7 +38,7 @@ const BEYOND_THE_HARDWARE: [(&str, &str, &str); 4] = [
 ];
 const SUBNORMAL: &str = "Q or K has a subnormal f16, which this architecture's matrix instructions read as 0";
 
-/// A value that f16 has as a subnormal alone.
+/// Whether a value is subnormal in f16.
 fn is_subnormal(bytes: &[u8]) -> bool {
     let bits = u16::from_le_bytes([bytes[0], bytes[1]]);
     bits & 0x7C00 == 0 && bits & 0x03FF != 0
@@ -58,11 +58,11 @@ fn what_is_beyond_the_hardware_has_subnormals() {
     }
 }
 
-/// Text of the kernel that a case needs; `None` where it is refused, or merges.
+/// Text of the kernel that a case needs; `None` where the case is refused or only merges.
 fn kernel(backend: &Device, case: &Case) -> Option<String> {
     let problem = case.problem()?.clone().validate().ok()?;
     let jobs = backend.precompiler()?.jobs(AnyProblem::Forward(&problem), &PlanOptions::default()).ok()?;
-    // The launches that update or widen a cache are others for each of the cache's facts.
+    // Launches that update or convert a cache have a text for each combination of the cache's facts.
     let is_tiled = |job: &&fmha_core::cache::KernelJob| !["cdna_update", "widen_cache"].contains(&job.kernel);
     Some(jobs.iter().find(is_tiled)?.source.entry.clone())
 }
@@ -102,7 +102,7 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     if EVERYWHERE.iter().any(|family| case.name.starts_with(family)) {
         return true;
     }
-    // Refusals by the cases' seeds.
+    // Refused cases are divided by their seeds.
     let card = kernel(backend, case).map_or(case.data().seed, |kernel| hash(&kernel));
     (card >> 20) % PARTS == arch as u64
 }
@@ -116,7 +116,7 @@ fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let cases = all();
-        // Cases of functions are left out: each function is a text of its own.
+        // Cases of functions are left out, since each function has a text of its own.
         let left_out = ["backward/", "code/"];
         let forward =
             cases.iter().filter(|case| !left_out.iter().any(|family| case.name.starts_with(family)));
@@ -138,7 +138,7 @@ fn the_battery_asks_for_few_kernels() {
     }
 }
 
-/// Texts of the products that a backward case needs; empty where they are refused.
+/// Texts of the products of a backward case; empty where the case is refused.
 fn products(backend: &Device, kernel: &str, case: &Case) -> Vec<String> {
     let Body::Backward(backward) = &case.body else { return Vec::new() };
     let Ok(problem) = backward.problem.clone().validate() else { return Vec::new() };
@@ -157,7 +157,7 @@ fn the_batterys_backward_asks_for_few_products() {
     for (arch, kernel, most) in of_cdna.into_iter().chain([("gfx1100", "rdna_bwd", 390)]) {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let mut cases = all();
-        // Cases of functions are left out: each function is a text of its own.
+        // Cases of functions are left out, since each function has a text of its own.
         cases.retain(|case| !case.name.starts_with("code/"));
         let taken: Vec<Vec<String>> = cases.iter().map(|case| products(&backend, kernel, case)).collect();
         let (cases, kernels) = (
@@ -169,8 +169,8 @@ fn the_batterys_backward_asks_for_few_products() {
     }
 }
 
-/// Cases of the backward on MFMA and on WMMA: what may be wrong on one architecture alone, and each kind of
-/// problem on one of them.
+/// Backward cases on MFMA and on WMMA: those that may fail on one architecture only, and each kind of problem on one
+/// architecture.
 const BACKWARD: [(&str, &str, &[&str]); 5] = [
     (
         "gfx90a",
@@ -231,7 +231,7 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
         let Some(backend) = amd::open(arch, "the battery") else { return };
         let mut cases: Vec<Case> =
             for_the_tile_kernel().filter(|case| is_dealt_to(index, &backend, case)).collect();
-        // The tile kernel alone: what it does not take is to be refused as declared.
+        // Only the tile kernel runs, and must refuse the rest as declared.
         let options = Options {
             plan: PlanOptions::default(),
             repro_words: format!("--emulate {arch}"),
@@ -295,7 +295,7 @@ fn walk_over_tiles(is_one: fn(&Case) -> bool) {
             repro_words: format!("--emulate {arch} --tile block_m=64,order=static,workgroups={workgroups}"),
             ..Options::default()
         };
-        // Parts in which kernels that walk are many enough.
+        // The parts have enough kernels that walk several tiles.
         let dealt: Deal = format!("{}/24", index + 3).parse().unwrap();
         let mut cases = dealt.of(cases, &backend, &options.plan);
         cases.retain(is_one);
@@ -310,8 +310,7 @@ fn walk_over_tiles(is_one: fn(&Case) -> bool) {
     assert_eq!(failed, 0);
 }
 
-/// The slow kernel computes cases that the tile kernel refuses, and a few that it takes: every type, every
-/// family.
+/// The slow kernel computes cases that the tile kernel refuses, and a few others, of every type and family.
 #[test]
 fn the_fallback_takes_every_spec() {
     let Some(backend) = amd::open("gfx942", "the battery") else { return };
@@ -319,7 +318,7 @@ fn the_fallback_takes_every_spec() {
     let plan = PlanOptions::default().kernel("simt");
     let options =
         Options { plan, repro_words: "--emulate gfx942 --kernel simt".to_owned(), ..Options::default() };
-    // FP8 caches and tree masks are the decode kernel's.
+    // The decode kernel reads FP8 caches and tree masks.
     let updates = |case: &Case| case.problem().is_some_and(|p| p.cache.dtype.is_some() || p.cache.tree_mask);
     let forward = |case: &&Case| {
         !case.name.starts_with(FOR_A_WHOLE_DEVICE)
@@ -327,7 +326,7 @@ fn the_fallback_takes_every_spec() {
             && !case.name.starts_with("combine/")
             && !updates(case)
     };
-    // Merging has a kernel of another name.
+    // Merging uses a kernel of another name.
     let forward: Vec<Case> =
         cases.iter().filter(forward).filter(|case| !case.name.contains("parts_combine")).cloned().collect();
     let report = run_cases(&backend, &forward, &options, &|_, _, _| ());

@@ -1,4 +1,4 @@
-//! Tensors that functions capture reach beyond 2^31 elements: by strides and by extents, with gradients.
+//! Captured tensors that reach beyond 2^31 elements, by strides and by extents, with gradients.
 //!
 //! Memory between the elements that are read is reserved and never touched, so a test takes some pages of it.
 
@@ -18,16 +18,16 @@ use half::bf16;
 const QUERIES: u32 = 3;
 const KEYS: u32 = 40;
 
-/// Elements from a row of `far` to the next one: beyond what 31 bits, and in bytes 32 bits, count.
+/// Elements from one row of `far` to the next: more than 31 bits count, and in bytes more than 32 bits.
 const STRIDE: i64 = (1 << 31) + 77;
 
 /// Elements of `wide`, more than 31 bits count.
 const EXTENT: u32 = 3_000_000_000;
 
-/// A score whose index has a constant beyond 31 bits.
+/// Score whose index has a constant beyond 31 bits.
 const FAR_CONSTANT: &str = "wide: bool[_]; s + select(wide[k + 2900000000], 1.0, 0.0)";
 
-/// Text of a score, its captured tensor, and the stretches of the tensor that it reads, in elements.
+/// Text of a score, its captured tensor, and the ranges of elements that it reads.
 struct Case {
     score: &'static str,
     tensor: CapturedTensor,
@@ -38,7 +38,7 @@ struct Case {
 
 fn cases() -> Vec<Case> {
     let keys = u64::from(KEYS);
-    // Three rows far apart; a row's number is an index that is never negative, and one that may be.
+    // The three rows lie far apart. A row's number is used as an index that is never negative, and as one that may be.
     let rows = (0..3).map(|row| (row * STRIDE.unsigned_abs(), keys)).collect();
     let far = CapturedTensor { name: "far".into(), shape: vec![3, KEYS], strides: vec![STRIDE, 1] };
     let wide = CapturedTensor { name: "wide".into(), shape: vec![EXTENT], strides: vec![1] };
@@ -69,7 +69,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// A capture in a device's memory: written where it is read, reserved elsewhere.
+/// Makes a captured tensor in a device's memory, written only where it is read and reserved elsewhere.
 fn capture(device: &Device, case: &Case, stretches: &[Vec<u8>]) -> DevBuffer {
     let size = case.stored.size_bytes();
     let memory = device.memory();
@@ -77,7 +77,7 @@ fn capture(device: &Device, case: &Case, stretches: &[Vec<u8>]) -> DevBuffer {
     let buffer = unsafe { memory.alloc_uncleared(case.tensor.extent_elems() * size) }.unwrap();
     for (&(first, _), bytes) in case.read.iter().zip(stretches) {
         let place = buffer.as_ptr().wrapping_add((first * size) as usize);
-        // SAFETY: a stretch of the buffer, which outlives it, and which nobody else uses.
+        // SAFETY: the stretch lies in the buffer, which outlives it, and nothing else uses it.
         let mut stretch = unsafe {
             DevBuffer::from_raw(buffer.slice().space(), place, bytes.len() as u64, Box::new(|_| ()))
         };
@@ -90,7 +90,7 @@ fn off(found: &[f32], wanted: &[f64]) -> f64 {
     found.iter().zip(wanted).fold(0.0f64, |most, (&a, &b)| most.max((f64::from(a) - b).abs()))
 }
 
-/// Forward and gradients of each case on a device are those of float64.
+/// Checks that forward and gradients of each case on a device equal those in float64.
 fn holds(device: &Device, kernel: Option<&str>) {
     cases().iter().for_each(|case| case_holds(case, device, kernel));
 }

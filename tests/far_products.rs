@@ -1,4 +1,4 @@
-//! Rows whose scores are large by Q and K alone, without a bias, have the gradients that their P say.
+//! Rows with large scores of Q and K alone, without a bias, have the gradients that follow from their P.
 //!
 //! The battery judges such rows by the size of what they add, since f32 does not tell most of their scores
 //! apart. Here P follows from the inputs whatever the sums round: one key is far above all others, or two are
@@ -13,14 +13,15 @@ use half::{bf16, f16};
 
 const QUERIES: usize = 70;
 const KEYS: usize = 90;
-/// One key far above the rest, by a single product.
+/// Row and key of a score that is far above the rest, by a single product.
 const ONE: (usize, usize) = (33, 5);
-/// Two keys with equal scores, each a single product, far above the rest.
+/// Row and two keys with equal scores, each a single product, far above the rest.
 const TWO: (usize, [usize; 2]) = (47, [9, 10]);
-/// One key far above the rest, by a sum whose order shows: P is 1 whatever it rounds to.
+/// Row and key of a score far above the rest, whose sum depends on the order of its terms: P is 1 however it is
+/// rounded.
 const SUM: (usize, usize) = (60, 20);
 
-/// Sequences, query heads and kv heads.
+/// Numbers of sequences, query heads and kv heads.
 const HEADS: [usize; 3] = [1, 2, 1];
 
 #[derive(Clone, Copy)]
@@ -52,7 +53,7 @@ impl Call {
     }
 }
 
-/// Rows of `[batch, seq, head, dim]`.
+/// Tensor of rows, `[batch, seq, head, dim]`.
 #[derive(Clone)]
 struct Tensor {
     shape: [usize; 4],
@@ -105,7 +106,7 @@ struct Tensors {
     dsink: Tensor,
 }
 
-/// The inputs, O and LSE as a forward call gives them, and the gradients, in f64.
+/// Tensors in f64: the inputs, O and LSE of a forward call, and the gradients.
 fn tensors(call: &Call) -> Tensors {
     let dims = call.dims();
     let [b, hq, hk] = HEADS;
@@ -120,11 +121,11 @@ fn tensors(call: &Call) -> Tensors {
         }
         tensor
     };
-    // The first two dimensions are those of the rows with single products.
+    // The first two dimensions are reserved for the rows with single products.
     let (mut q, mut k) = (random([b, QUERIES, hq, dim], 2), random([b, KEYS, hk, dim], 0));
     let (v, dout) = (random([b, KEYS, hk, dim_v], 0), random([b, QUERIES, hq, dim_v], 0));
     let scale = 1.0 / f64::from(dims.head_dim_qk).sqrt();
-    // LSE in log2 is beyond 2^25, where no f32 is near enough to it.
+    // LSE in log2 exceeds 2^25, where f32 can not represent it closely.
     let (size, peak) = match call.dtype {
         DType::F16 => (32768.0, 32768.0),
         _ => (f64::powi(2.0, 24), 64.0),
@@ -247,7 +248,7 @@ fn holds(backend: &Device, call: &Call, options: &PlanOptions) {
             .zip(&found[first..])
             .map(|(x, y)| (x - y).abs())
             .fold(0.0, |worst: f64, x| if x.is_nan() { f64::INFINITY } else { worst.max(x) });
-        // An error of 0 is 0 where the size is 0 too: the gradient of a key that a sink outweighs is all zeros.
+        // The relative error of 0 is 0 even if the gradient is all zeros, as for a key that a sink outweighs.
         if worst == 0.0 { 0.0 } else { worst / size }
     };
     for batch in 0..b {

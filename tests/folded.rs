@@ -16,7 +16,7 @@ fn forward(dtype: DType, seqlen_q: u32, (qk, v): (u32, u32)) -> FwdProblem {
     FwdProblem::batch(dtype, dims).mask(MaskSpec::CAUSAL).write_lse(true)
 }
 
-/// One problem of each family of kernels.
+/// Problems, one for each family of kernels.
 fn problems() -> Vec<(&'static str, &'static str, AnyValid)> {
     let fwd = |problem: FwdProblem| AnyValid::Forward(problem.validate().unwrap());
     let bwd = |problem: FwdProblem| AnyValid::Backward(BwdProblem::new(problem).validate().unwrap());
@@ -64,7 +64,7 @@ impl AnyValid {
     }
 }
 
-/// Lines that load from a named object of the module: constants, since kernels have no other.
+/// Lines that load from a named object of the module. All such objects are constants, since kernels have no others.
 fn loads_of_constants(assembly: &str) -> Vec<&str> {
     let named = |line: &&str| {
         let Some((_, operand)) = line.split_once("ld.global").and_then(|(_, rest)| rest.split_once('['))
@@ -82,7 +82,7 @@ fn no_kernel_loads_what_it_is_compiled_for() {
         let device = fmha_cuda::pretend(arch).unwrap();
         let compiler = device.precompiler().unwrap();
         let jobs = compiler.jobs(problem.any(), &PlanOptions::default().kernel(kernel)).unwrap();
-        // The first kernels are the plan's; others of its table differ in their tiles' numbers alone.
+        // The first kernels are those of the plan. Other kernels of its table differ only in their tiles' numbers.
         for mut job in jobs.into_iter().take(3) {
             job.image = ImageKind::Assembly;
             let compiled = match compiler.precompile(&job) {

@@ -1,4 +1,4 @@
-//! Tensors that are slices of one buffer: every backend gives the bits that it gives for tensors apart.
+//! Tensors that are slices of one buffer: every backend must give the same bits as for separate tensors.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,7 +12,7 @@ use half::bf16;
 
 const DIMS: Dims = Dims::batch(2).seqlens(24, 24).heads(4, 2).head_dim(64);
 const HEADS: i64 = 4 + 2 + 2;
-/// More than any of the buffers has.
+/// More elements than any of the buffers has.
 const ELEMS: usize = 2 * 24 * 4 * 3 * 64;
 
 /// Offsets of Q, K, V (or their gradients) and O (or dO) in one buffer of bf16, and their strides.
@@ -47,7 +47,7 @@ fn layouts() -> [Layout; 3] {
     ]
 }
 
-/// Memory of a backend: four buffers' worth of bf16 and as many f32 as LSE has.
+/// Memory of a backend: four buffers of bf16, and one of f32 for LSE.
 struct Memory<'a> {
     backend: &'a Device,
     buffer: DevBuffer,
@@ -71,8 +71,8 @@ impl Memory<'_> {
     }
 
     fn write(&self, elems: usize, len: u64) -> DevSliceMut<'_> {
-        // SAFETY: inside `buffer`, which outlives the call; nothing is written there meanwhile; the call
-        // checks that what it writes is nothing that it reads.
+        // SAFETY: the slice lies inside `buffer`, which outlives the call. Nothing is written there meanwhile: the call
+        // checks that it writes nothing that it reads.
         unsafe {
             DevSliceMut::from_raw(
                 self.backend.memory().space(),
@@ -84,8 +84,8 @@ impl Memory<'_> {
     }
 }
 
-/// dQ, dK and dV, row by row, and O of a call whose gradients lie as `strides` and `places` say, `apart` elements
-/// further from each other.
+/// Computes dQ, dK and dV, row by row, and O, for gradients laid out by `strides` and `places`, and `apart` more
+/// elements from each other.
 fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> {
     let Layout { dims, strides, places, .. } = layout;
     let fwd = FwdProblem::batch(DType::Bf16, *dims).write_lse(true);
@@ -108,7 +108,7 @@ fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> 
         (memory.workspace(fwd.workspace()).unwrap(), memory.workspace(bwd.workspace()).unwrap());
     let scratch = |buffer: &Option<DevBuffer>| {
         let buffer = buffer.as_ref()?;
-        // SAFETY: nothing else uses it.
+        // SAFETY: nothing else uses the memory.
         Some(unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr(), buffer.bytes(), buffer.elem()) })
     };
     let bytes = |shape: Shape| fmha_core::ValidFwd::extent_bytes(*strides, shape, DType::Bf16);

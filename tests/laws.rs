@@ -1,4 +1,4 @@
-//! House rules that a machine can check.
+//! Rules of the repository that a machine can check.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,7 +8,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace's folder").to_owned()
 }
 
-/// Files of the repository below `folder` whose name ends in one of `endings`, build output apart.
+/// Files of the repository below `folder` whose name ends in one of `endings`, without build output.
 fn files(folder: &str, endings: &[&str]) -> Vec<(String, String)> {
     fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
         let Ok(entries) = fs::read_dir(folder) else { return };
@@ -40,12 +40,12 @@ fn files(folder: &str, endings: &[&str]) -> Vec<(String, String)> {
 const SOURCE: &[&str] = &[".rs", ".h", ".cuh", ".cu", ".hip", ".py", ".toml", ".md"];
 const DEVICE: &[&str] = &[".h", ".cuh", ".cu", ".hip"];
 
-/// A line without its comment.
+/// Part of a line before its comment.
 fn code(line: &str) -> &str {
     line.split("//").next().unwrap_or("").trim()
 }
 
-/// Lines of code as `file:line: text` that `broken` picks.
+/// Lines of code for which `broken` is true, as `file:line: text`.
 fn violations(files: &[(String, String)], broken: impl Fn(&str, &str) -> bool) -> Vec<String> {
     files
         .iter()
@@ -63,7 +63,7 @@ fn words(line: &str) -> impl Iterator<Item = String> {
     line.split(|c: char| !c.is_alphanumeric()).map(str::to_ascii_lowercase)
 }
 
-/// Threads may read the environment at any time, and another user may have made a name that can be foreseen.
+/// Threads may read the environment at any time, and a foreseeable name may already be taken by another user.
 #[test]
 fn no_library_sets_the_environment_or_makes_a_name_of_its_own_in_the_temporary_folder() {
     let tested =
@@ -83,7 +83,7 @@ fn core_and_what_gpus_share_name_no_vendor_in_their_code() {
     let shared = [files("core/src", SOURCE), files("backend-gpu/src", SOURCE)].concat();
     assert!(shared.iter().any(|(name, _)| name.starts_with("backend-gpu")));
     none(&violations(&shared, |name, line| {
-        // The table of environment variables is the one place that knows every backend's.
+        // Only the table of environment variables names those of every backend.
         name != "core/src/env.rs" && words(code(line)).any(|word| vendors.contains(&word.as_str()))
     }));
 }
@@ -116,7 +116,7 @@ fn every_static_assert_says_what_it_means() {
     none(&broken);
 }
 
-/// Targets of the `](...)` in a line's prose, without web pages and marks within a page.
+/// Targets of the `](...)` links in a line's prose, without web pages and anchors of the same page.
 fn linked(line: &str) -> impl Iterator<Item = &str> {
     let prose = line.split('`').step_by(2);
     prose
@@ -160,7 +160,7 @@ fn comment(line: &str) -> Option<(&'static str, &str)> {
     Some((mark, line[mark.len()..].trim()))
 }
 
-/// First lines of comments, as `file:line: text`, that `broken` picks by their text.
+/// First lines of comments for which `broken` is true, as `file:line: text`.
 fn openings(files: &[(String, String)], broken: impl Fn(&str) -> bool) -> Vec<String> {
     let mut found = Vec::new();
     for (name, text) in files {
@@ -225,7 +225,7 @@ fn a_comment_s_first_line_alone_is_its_opening() {
     );
 }
 
-/// Addresses and pictures, whose columns stand apart, are as wide as they are.
+/// Addresses and pictures in columns may be wider.
 #[test]
 fn comments_are_120_columns_wide_at_most() {
     none(&violations(&files("", COMMENTED), |_, line| {
@@ -243,8 +243,8 @@ fn nothing_speaks_of_the_machine_it_was_written_on() {
 
 #[test]
 fn every_environment_variable_is_in_the_table_and_the_readme() {
-    // The emulators are crates of their own, with variables and READMEs of their own; `xtask`, the mutators
-    // and tests of fewer multiprocessors or of CTAs in another order drive them.
+    // Emulators are separate crates with variables and READMEs of their own. `xtask`, the mutators and some tests of
+    // multiprocessors and of CTAs' order use them.
     let emulators = |name: &str| {
         name.starts_with("tests/emulators")
             || name.starts_with("xtask")
@@ -277,7 +277,7 @@ fn every_environment_variable_is_in_the_table_and_the_readme() {
     none(&missing);
 }
 
-/// Names of a door's column in the table of docs/names.md.
+/// Names in an interface's column of the table in docs/names.md.
 fn names_in_table(column: usize) -> BTreeSet<String> {
     let page = fs::read_to_string(root().join("docs/names.md")).expect("docs/names.md");
     let rows = page.lines().filter(|line| line.starts_with("| ") && line.contains('`'));
@@ -288,7 +288,7 @@ fn names_in_table(column: usize) -> BTreeSet<String> {
     .collect()
 }
 
-/// Text between the first `from` of a file and the next `to`.
+/// Text of a file between the first `from` and the next `to`.
 fn stretch(name: &str, from: &str, to: &str) -> String {
     let text = fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
     let (_, rest) = text.split_once(from).unwrap_or_else(|| panic!("{name}: no {from}"));
@@ -304,7 +304,7 @@ fn declared(text: &str, before: &str) -> BTreeSet<String> {
     fields.map(|(name, _)| name.to_owned()).filter(|name| is_name(name)).collect()
 }
 
-/// Options of the command, as they are typed: `long = "x"`, or the field's own name.
+/// Options of the command as typed: `long = "x"`, or the field's own name.
 fn typed_options(name: &str) -> BTreeSet<String> {
     let text = fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
     let mut found = BTreeSet::new();
@@ -320,7 +320,7 @@ fn typed_options(name: &str) -> BTreeSet<String> {
     found
 }
 
-/// A fact of a call has one name: docs/names.md has every name of every door, and no other.
+/// Each fact of a call has one name: docs/names.md has every name of every interface, and no other.
 #[test]
 fn the_table_of_names_is_that_of_the_doors() {
     let [rust, c, python, command, candle] = [0, 1, 2, 3, 4].map(names_in_table);
@@ -373,7 +373,7 @@ fn the_table_of_names_is_that_of_the_doors() {
     ]);
     lacks("not in the table, C", &of_calls, &c);
     let mut in_c = &of_calls | &structs(&["FmhaStrides"]);
-    // The plan's first argument.
+    // The device is the first argument of the function that plans.
     in_c.insert("device".to_owned());
     lacks("not in C", &c, &in_c);
 
@@ -422,7 +422,7 @@ fn the_table_of_names_is_that_of_the_doors() {
 fn the_arrows_between_crates_are_as_drawn() {
     let may_depend = |krate: &str| -> &[&str] {
         match krate {
-            // The emulators stand apart: they know instructions, not attention.
+            // Emulators know instructions and not attention, so they use no crate of the library; nor does the core.
             "fmha-core" | "fmha-emu-cdna" | "fmha-emu-ptx" => &[],
             "fmha-cpu" | "fmha-gpu" | "fmha-conformance" => &["fmha-core"],
             "fmha-kernels-cuda" | "fmha-kernels-hip" => &["fmha-core", "fmha-gpu"],
@@ -432,19 +432,18 @@ fn the_arrows_between_crates_are_as_drawn() {
             "fmha-cli" => &["fmha", "fmha-core", "fmha-conformance", "fmha-dist"],
             "fmha-dist" => &["fmha"],
             "fmha-c" => &["fmha", "fmha-dist"],
-            // fmha-py stands on the C structs, whose checks it would have to write again.
+            // fmha-py uses the C structs, since it would otherwise repeat their checks.
             "fmha-py" => &["fmha", "fmha-core", "fmha-c"],
             "fmha-emu-hip" | "fmha-emu-hiprtc" => &["fmha-emu-cdna"],
             "fmha-emu-libcuda" => &["fmha-emu-ptx"],
-            // fmha-emu-silicon compares the interpreter with what a device gave for whole attention calls
-            // too.
+            // fmha-emu-silicon also compares the interpreter's results for whole attention calls with a device's.
             "fmha-emu-silicon" => &["fmha-core", "fmha-cuda", "fmha-conformance", "fmha-emu-ptx"],
             _ => &["fmha", "fmha-core"],
         }
     };
     let mut broken = Vec::new();
     for (name, text) in files("", &["Cargo.toml"]) {
-        // A workspace of their own: a crate that links one builds it with every command.
+        // Emulators have workspaces of their own, since a crate that links one would build it with every command.
         if !name.starts_with("tests/emulators/") && text.contains("fmha-emu-") {
             broken.push(format!("{name}: an emulator is linked, and not opened when it is asked for"));
         }

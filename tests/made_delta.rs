@@ -1,5 +1,4 @@
-//! Delta that Hopper's main kernel makes beside the products is as right as what a launch before them makes.
-//! Emulated.
+//! Delta that Hopper's main kernel computes beside the products is as accurate as Delta from a launch before. Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,7 +8,7 @@ use fmha_conformance::tensor::Operand;
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
 
-/// Multiprocessors of the emulated device: so few that a launch has more kv heads than run together.
+/// Multiprocessors of the emulated device: few, so that a launch has more kv heads than run at once.
 const MULTIPROCESSORS: u32 = 16;
 
 /// Sequences, query heads, kv heads, queries, keys, head dimension, mask, type. The first 33 kv heads of one
@@ -25,7 +24,7 @@ const PROBLEMS: [([u32; 6], &str, DType); 6] = [
 
 #[test]
 fn gradients_are_right_with_delta_made_beside_the_products() {
-    // SAFETY: this test is alone in its process, and nothing else reads the environment yet.
+    // SAFETY: this test is alone in its process, and nothing has read the environment yet.
     unsafe { std::env::set_var("FMHA_EMULATE_SMS", MULTIPROCESSORS.to_string()) };
     let backend = match fmha_cuda::open(0, Some("sm_90a")) {
         Ok(backend) => backend,
@@ -34,7 +33,8 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
     for (at, ([batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, dim], mask, dtype)) in
         PROBLEMS.into_iter().enumerate()
     {
-        // How many registers the load warp has is no fact of a problem: each number has three of them.
+        // The load warp's number of registers is no property of a problem, so each of two numbers is tried with three
+        // problems.
         let registers = ["24", "40"][at % 2];
         let dims =
             Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk: dim, head_dim_v: dim };
@@ -43,7 +43,7 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
         let name = format!(
             "delta/b{batch}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/d{dim}/{mask}/{dtype}"
         );
-        // The last sequence's last query head has a query of two keys far above all others, LSE some 2.6e5.
+        // The last sequence's last query head has a query with two keys far above all others: its LSE is about 2.6e5.
         let (b, h, kv) = (batch - 1, num_heads_q - 1, num_heads_kv - 1);
         let far = [(Operand::Q, [b, 47, h, 1], 32000.0)];
         let keys = [9, 10].map(|key| (Operand::K, [b, key, kv, 1], 64.0));

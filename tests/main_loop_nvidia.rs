@@ -1,5 +1,5 @@
-//! No access of the kernels of mma.sync to shared memory waits for another: bank conflicts of whole launches,
-//! counted in the emulator. Modelled, not measured.
+//! No access of mma.sync kernels to shared memory may have a bank conflict: the emulator counts conflicts of whole
+//! launches. Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -15,10 +15,11 @@ use fmha_cuda::emulated_launches;
 
 const ARCH: &str = "sm_80";
 
-/// Held by the test whose launches are counted.
+/// Lock held by the test whose launches are counted.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Spans of the swizzle of 32 bytes (16, 40, 80), 64 (32, 96, 160) and 128; tiles of either number of rows to a warp.
+/// Calls for swizzles over 32 bytes (head dimensions 16, 40, 80), 64 bytes (32, 96, 160) and 128 bytes, with either
+/// number of rows to a warp.
 const CALLS: [(u32, u32, &str); 12] = [
     (16, 128, ""),
     (32, 128, ""),
@@ -43,13 +44,13 @@ fn problem(head_dim: u32, seqlen_q: u32, v_layout: VLayout) -> FwdProblem {
     problem
 }
 
-/// A counter of the launches since the last request.
+/// Sum of a counter over the launches since the last request.
 fn sum_of(launches: &str, counter: &str) -> u64 {
     let launches: Vec<serde_json::Value> = serde_json::from_str(launches).unwrap();
     launches.iter().map(|launch| launch["counters"][counter].as_u64().unwrap()).sum()
 }
 
-/// The emulated device; where it or its compiler is not here, that is said.
+/// Opens the emulated device; `None`, with a message, where the device or its compiler is missing.
 fn opened() -> Option<Device> {
     opened_as(ARCH)
 }
@@ -61,7 +62,7 @@ fn opened_as(arch: &str) -> Option<Device> {
     fmha_cuda::open(0, Some(arch)).map_err(|error| println!("absent: {error}")).ok()
 }
 
-/// Gradients with every sum, under a mask that cuts blocks.
+/// Backward case with every gradient, under a mask that cuts blocks.
 fn backward(head_dim: u32, v_layout: VLayout) -> Case {
     let fwd = problem(head_dim, 128, v_layout).mask(MaskSpec::CAUSAL);
     Case::backward("banks", BwdProblem::new(fwd), Lengths::default(), Data { seed: 3, ..Data::default() })
@@ -70,7 +71,7 @@ fn backward(head_dim: u32, v_layout: VLayout) -> Case {
 #[test]
 fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
     let Some(backend) = opened() else { return };
-    // The test beside this one counts launches of the same process.
+    // Another test of this process also counts launches.
     let _alone = ALONE.lock().unwrap();
     let columns = [(64, VLayout::ColMajor), (128, VLayout::ColMajor)];
     let rows = [32, 64, 80, 128, 192].map(|head_dim| (head_dim, VLayout::RowMajor));
@@ -89,7 +90,7 @@ fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
     }
 }
 
-/// One query over a long cache in parts: strided, and in pages that blocks divide and that they do not.
+/// A single query reads a long cache in parts: strided, in pages that blocks divide, and in pages that they do not.
 #[test]
 fn no_access_of_decode_to_shared_memory_waits_for_another() {
     let Some(backend) = opened() else { return };
@@ -148,7 +149,7 @@ fn no_access_to_shared_memory_waits_for_another() {
     }
 }
 
-/// Products of FP8, V both ways, and blocks that TMA brings.
+/// FP8 products with both layouts of V, and blocks that TMA loads.
 #[test]
 fn no_access_of_newer_devices_to_shared_memory_waits_for_another() {
     let _alone = ALONE.lock().unwrap();

@@ -1,5 +1,5 @@
-//! Mask objects: calls with one have the bits of calls without, on every backend; what changes after its build changes
-//! nothing; what it was not made for is refused.
+//! Mask objects on every backend: calls with an object have the bits of calls without; a change after its build has no
+//! effect; a call that it was not made for is refused.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -25,7 +25,8 @@ fn problem() -> FwdProblem {
     problem
 }
 
-/// Documents of so many tokens, and of the first of them the keys that came before.
+/// Intervals of keys of documents of `length` tokens: a row sees its whole document, but in the first document only
+/// the keys up to its own.
 fn documents(length: usize) -> Vec<i32> {
     let first = (0..ROWS).map(|row| (row / length * length) as i32);
     let end = (0..ROWS)
@@ -116,14 +117,14 @@ fn both(
     memory.results(device)
 }
 
-/// Ways of a device's kernels.
+/// Kernels of a device, and how they use a mask object.
 #[derive(Clone, Copy)]
 struct Kernels {
-    /// Names of the forward and the backward.
+    /// Names of the forward and the backward kernel.
     names: [&'static str; 2],
-    /// Whether they walk lists of tiles, which the object has for each of them.
+    /// Whether the kernels walk lists of tiles, which the object has for each kernel.
     walk_lists: bool,
-    /// Whether additions to dQ have an order beside masks, of which the object has the places.
+    /// Whether additions to dQ are ordered beside masks, which needs positions that the object stores.
     in_order: bool,
 }
 
@@ -154,7 +155,7 @@ fn holds_on(device: &Device, kernels: Kernels) {
     assert!(early.contains("mask: the object was built 0 times before the call"), "{early}");
     object.build(&SeqArgs::default(), &documents_at(long.slice()), &stream).unwrap();
     assert!(both(device, &mut memory, plans, object.args()) == by_long, "{}", device.name());
-    // A change after the build changes nothing, until the next build.
+    // A change after the build has no effect until the next build.
     device.memory().upload(&documents(70), &mut long).unwrap();
     for call in 0..2 {
         let bits = both(device, &mut memory, plans, object.args());
@@ -163,7 +164,7 @@ fn holds_on(device: &Device, kernels: Kernels) {
     object.build(&SeqArgs::default(), &documents_at(long.slice()), &stream).unwrap();
     assert!(both(device, &mut memory, plans, object.args()) == by_short, "{}: built again", device.name());
 
-    // Two calls of their own memory share the object.
+    // Two calls with memory of their own share the object.
     let mut other = Memory::new(device, plans);
     memory.forward(&forward, object.args(), &stream).unwrap();
     other.forward(&forward, object.args(), &stream).unwrap();
@@ -179,7 +180,7 @@ fn holds_on(device: &Device, kernels: Kernels) {
     of_a_function(device, kernels);
 }
 
-/// An object of a mask as code alone, with its numbers, of heads enough that kernels have it in bits.
+/// Tests an object of a mask as code with its numbers, and with so many heads that kernels store it as bits.
 fn of_a_function(device: &Device, kernels: Kernels) {
     let [of_forward, of_backward] = kernels.options();
     let dims = Dims { num_heads_q: 4, num_heads_kv: 2, head_dim_qk: 32, head_dim_v: 32, ..DIMS };
@@ -189,7 +190,7 @@ fn of_a_function(device: &Device, kernels: Kernels) {
     let backward = device.plan_bwd(&BwdProblem::new(problem).validate().unwrap(), &of_backward).unwrap();
     let plans = (&forward, &backward);
     let lasts = [forward.has_lasting_lists(), backward.has_lasting_lists()];
-    // AMD's kernels ask a function alone pair by pair.
+    // AMD's kernels evaluate a function without other masks for each pair.
     let lists_it = kernels.walk_lists && kernels.names[0].starts_with("sm");
     assert_eq!(lasts, [lists_it; 2], "{}", device.name());
     let (mut memory, none) = (Memory::new(device, plans), MaskArgs::default());
@@ -212,7 +213,7 @@ fn documents_at(endpoints: DevSlice<'_>) -> MaskArgs<'_> {
     MaskArgs::default().intervals(endpoints)
 }
 
-/// A recorded build builds at each replay.
+/// A recorded build builds again at each replay.
 fn captured(
     device: &Device,
     memory: &mut Memory,
@@ -221,7 +222,7 @@ fn captured(
     [by_long, by_short]: [&Vec<Vec<u16>>; 2],
 ) {
     let stream = device.stream().unwrap();
-    // Before the first replay calls would walk lists that nobody has made.
+    // Before the first replay nobody has made the lists, so a call must not read them.
     let mut fresh = MaskObject::new(Some(forward), Some(backward), Default::default()).unwrap();
     let first =
         stream.capture(|| fresh.build(&SeqArgs::default(), &documents_at(endpoints.slice()), &stream));
@@ -236,7 +237,7 @@ fn captured(
         .unwrap();
     for (length, bits) in [(130, by_long), (70, by_short)] {
         device.memory().upload(&documents(length), endpoints).unwrap();
-        // SAFETY: all memory of the recording lives, and nothing else uses it.
+        // SAFETY: the memory that the recording uses is alive, and nothing else uses it.
         unsafe { recording.replay(&stream).unwrap() };
         stream.synchronize().unwrap();
         assert!(memory.results(device) == *bits, "{}: replayed over {length} tokens", device.name());
@@ -260,7 +261,7 @@ fn refuses(
     refused(problem().mask(fmha_core::MaskSpec::CAUSAL), "mask: built for band ");
     let mut four = problem();
     four.masks.intervals = Some(Intervals::batch(&four, MaskAxes::SHARED, 4));
-    // Four endpoints reach beyond the copy of two.
+    // Intervals with four endpoints reach beyond the copy, which has two.
     refused(four, "intervals has 2400 bytes, but its extents and strides reach 4800");
     refused(FwdProblem::batch(DType::Bf16, DIMS).write_lse(true), "intervals is given");
     let one_way = MaskObject::new(Some(forward), None, Default::default()).unwrap();
@@ -284,7 +285,7 @@ fn emulated(arch: &str, kernels: Kernels) {
     }
     let device = fmha_cuda::open(0, Some(arch)).unwrap();
     holds_on(&device, kernels);
-    // The launch that makes lists is the object's, not the call's.
+    // The object's own launch makes the lists; the call has no such launch.
     let [of_forward, of_backward] = kernels.options();
     let forward = device.plan_fwd(&problem().validate().unwrap(), &of_forward).unwrap();
     let backward = device.plan_bwd(&BwdProblem::new(problem()).validate().unwrap(), &of_backward).unwrap();
@@ -309,7 +310,7 @@ fn a_mask_object_has_the_bits_of_its_last_build_on_an_emulated_sm_90a() {
     emulated("sm_90a", Kernels { names: ["sm90"; 2], walk_lists: true, in_order: true });
 }
 
-/// One architecture, in a process that [`each_architecture`] has started; else there is nothing to do.
+/// Tests one architecture in a process that [`each_architecture`] has started; elsewhere it does nothing.
 #[test]
 fn the_architecture_of_this_process() {
     match std::env::var("MASK_ARCH").as_deref() {
@@ -321,7 +322,7 @@ fn the_architecture_of_this_process() {
     }
 }
 
-/// A process emulates one architecture.
+/// Each architecture needs a process, since a process emulates only one.
 #[test]
 #[ignore = "a minute: each architecture compiles kernels"]
 fn each_architecture() {

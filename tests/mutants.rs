@@ -21,10 +21,10 @@ use fmha_conformance::Regex;
 use planting::{Fate, Fault, each, is_own_process};
 use serde::Deserialize;
 
-/// Runs over which all mutants are spread: each run tries one mutant of this many.
+/// A run tries one mutant in this many. As many runs one after another try all mutants.
 const EVERY: usize = 40;
 
-/// The text of one kernel, and the cases that are to find what is wrong with it.
+/// Text of one kernel, and the cases that should find a mutant of it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Target {
@@ -51,7 +51,7 @@ fn targets() -> Vec<Target> {
     toml::from_str::<Targets>(&beside("mutants.toml")).unwrap().target
 }
 
-/// A file of this folder, read at run time: lists change more often than programs.
+/// Reads a file of this folder at run time, since lists change more often than programs.
 fn beside(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
@@ -64,8 +64,7 @@ struct Trial {
 }
 
 impl Trial {
-    /// Trial of a line of the list: `CASE`, or `CASE @ field=value,...`, where `arch` is another architecture
-    /// than the target's.
+    /// Trial of a line of the list: `CASE`, or `CASE @ field=value,...`. A field `arch` chooses another architecture.
     fn of(text: &str, arch: &str, names: &[String]) -> Self {
         let (start, fields) = text.split_once(" @ ").unwrap_or((text, ""));
         let is_it = names.iter().find(|name| *name == start);
@@ -90,7 +89,7 @@ impl Target {
     }
 }
 
-/// Replacements in a line of code that heads no loop.
+/// Replacements in lines of code outside loop heads.
 const EDITS: [(&str, &str); 24] = [
     (" < ", " <= "),
     (" <= ", " < "),
@@ -118,8 +117,8 @@ const EDITS: [(&str, &str); 24] = [
     ("0.f", "1.f"),
 ];
 
-/// Replacements in the head of a loop: one iteration less, since one more goes beyond an array of registers,
-/// which a compiler is free to drop.
+/// Replacements in a loop's head make one iteration less. One more would exceed an array of registers, and a compiler
+/// may drop it.
 const LOOP_EDITS: [(&str, &str); 2] = [(" < ", " < -1 + "), (" <= ", " < ")];
 
 fn edits(code: &str) -> Vec<(&'static str, &'static str)> {
@@ -129,7 +128,7 @@ fn edits(code: &str) -> Vec<(&'static str, &'static str)> {
     of_loops.chain(of_all).filter(|(from, _)| code.contains(from)).collect()
 }
 
-/// Lines that are no code, or whose change the compiler would refuse or no test could see.
+/// Whether a line is code that can be mutated: a changed comment has no effect, and other lines do not compile.
 fn is_code(line: &str) -> bool {
     let text = line.trim_start();
     let starts = ["//", "#", "template", "using", "static_assert", "namespace", "struct", "class", "enum"];
@@ -174,8 +173,8 @@ fn mutants(target: &Target) -> Vec<Fault> {
     faults
 }
 
-/// The function that the last of these lines stands in: with its header and its text it says which line is
-/// meant, wherever other edits move it.
+/// Function that contains the last of these lines. With its header and text it identifies the line, wherever edits move
+/// it.
 fn function_of<'a>(lines: &[&'a str]) -> &'a str {
     let name = |line: &&'a str| {
         let (before, _) = line.split_once("FMHA_DEVICE ")?.1.split_once('(')?;
@@ -221,12 +220,12 @@ impl LastFinders {
     }
 }
 
-/// Verdict on a mutant, with its case: the first case that finds it, or the last one whose result it changes.
+/// Verdict on a mutant: the first case that finds it, otherwise the last case whose result it changes.
 fn judged(mutant: &Fault, trials: &[Trial], finders: &LastFinders) -> (Fate, String) {
     let (mut last, mut of) = (Fate::ChangesNothing, String::new());
     let mut order = finders.order(&mutant.header, trials.len());
     while let Some(first) = order.first().map(|&at| &trials[at]) {
-        // A process has a device of one architecture.
+        // Cases are divided by architecture, since a process has a device of one architecture.
         let (mut same, elsewhere): (Vec<usize>, Vec<usize>) =
             order.into_iter().partition(|&at| trials[at].arch == first.arch);
         let others = same[1..].iter().map(|&at| (trials[at].case.clone(), trials[at].tile.clone())).collect();
@@ -278,7 +277,7 @@ impl<'a> Reason<'a> {
     }
 }
 
-/// The process of one mutant; elsewhere there is nothing to do.
+/// Tries one mutant in a process of its own; elsewhere it does nothing.
 #[test]
 fn the_fault_of_this_process() {
     is_own_process();
@@ -311,14 +310,14 @@ fn every_case_that_is_to_find_a_mutant_is_one_of_the_battery() {
     }
 }
 
-/// A case that fails by itself would find every mutant.
+/// A case that fails without a mutant would seem to find every mutant.
 #[test]
 #[ignore = "each listed case's kernels are compiled: cargo xtask test --all"]
 fn every_case_that_is_to_find_a_mutant_passes_without_one() {
     let names: Vec<String> = fmha_conformance::case::all().into_iter().map(|case| case.name).collect();
     let mut unchanged = Vec::new();
     for target in &targets() {
-        // A process has a device of one architecture.
+        // Cases are grouped by architecture, since a process has a device of one architecture.
         let mut of_arch: BTreeMap<String, BTreeSet<(String, Option<String>)>> = BTreeMap::new();
         for text in target.nearer.values().flatten().chain(&target.cases) {
             let Trial { arch, case, tile } = Trial::of(text, &target.arch, &names);

@@ -1,4 +1,4 @@
-//! The battery tested: it passes on a sound kernel, and finds every fault planted in a copy of it.
+//! Test of the battery: it passes on a correct kernel, and finds every fault planted in a copy of the kernel.
 
 mod plain;
 
@@ -8,11 +8,10 @@ use fmha_conformance::run::{Options, Outcome};
 use fmha_core::MemorySpace;
 use plain::{Fault, Plain};
 
-/// Multiply-adds of a case that the plain kernel, which reads a number at a time, takes in a second or less.
+/// Most multiply-adds of a case: the plain kernel, which reads one number at a time, needs a second at most.
 const PLAIN_WORK: u64 = 4_000_000;
 
-/// Every case that is little work. The plain kernel does not know caches in pages, what is appended to them, functions,
-/// masks as data and lists.
+/// Small cases that the plain kernel supports. It has no pages, appends, functions, masks as data, or lists.
 fn small() -> Vec<Case> {
     let work = |case: &Case| {
         case.problem().map_or(0, |problem| {
@@ -30,7 +29,7 @@ fn takes(case: &Case) -> bool {
         && case.problem().is_none_or(|problem| !problem.layout.kv.is_paged())
 }
 
-/// Small cases, one in `step`, and all cases that reserve gigabytes.
+/// One small case in `step`, and all cases that reserve gigabytes.
 fn thinned(step: usize) -> Vec<Case> {
     let thin = small().into_iter().filter(|case| !case.is_huge()).step_by(step);
     thin.chain(all().into_iter().filter(|case| case.is_huge() && takes(case))).collect()
@@ -50,8 +49,7 @@ fn a_sound_kernel_passes_in_host_memory_and_in_a_devices() {
     }
 }
 
-/// The case that finds `fault` first. Cases are taken in a scattered order, so that near ones, which
-/// find the same things, do not come one after another.
+/// First case that finds `fault`. The order of cases is scattered, since neighbouring cases find the same faults.
 fn found_by(fault: Fault, cases: &[Case]) -> Option<(usize, &Case, String)> {
     let backend = Plain::open(Some(fault), MemorySpace::Host);
     let mut order: Vec<&Case> = cases.iter().collect();

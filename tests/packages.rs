@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 /// carries.
 const UNPUBLISHED: [&str; 2] = ["xtask", "fmha-py"];
 
-/// Folders whose files are compiled on a user's machine, where no Rust compiler misses one.
+/// Folders of text that is compiled on a user's machine: a missing file there is no error for the Rust compiler.
 const DEVICE_TEXT: [(&str, &str); 3] = [
     ("fmha-core", "core/device"),
     ("fmha-kernels-cuda", "kernels-cuda/fmha"),
@@ -31,7 +31,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The packages, unpacked, or why Cargo cannot make them here.
+/// Unpacked packages, or the reason why Cargo can not make them here.
 fn packages() -> Result<&'static [PathBuf], &'static str> {
     static PACKAGES: OnceLock<Result<Vec<PathBuf>, String>> = OnceLock::new();
     PACKAGES.get_or_init(packed).as_deref().map_err(String::as_str)
@@ -39,7 +39,7 @@ fn packages() -> Result<&'static [PathBuf], &'static str> {
 
 fn packed() -> Result<Vec<PathBuf>, String> {
     let folder = target().join("package");
-    // Those of an earlier version would be taken for this one's.
+    // Packages of an earlier version must not be taken for this version's.
     let _ = std::fs::remove_dir_all(&folder);
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["package", "--workspace", "--no-verify", "--allow-dirty", "--target-dir"]).arg(target());
@@ -98,7 +98,7 @@ fn every_crate_is_packed_with_what_a_registry_shows_and_its_device_text() {
         }
         assert!(package.join(manifest["package"]["readme"].as_str().unwrap()).is_file(), "{name}: readme");
         assert!(package.join("LICENSE-MIT").is_file(), "{name}: no licence");
-        // No path leads from one package to another; what is asked for without a version is the tests' own.
+        // Packages must not depend on each other by a path. A dependency without a version belongs to the tests only.
         for dependencies in ["dependencies", "dev-dependencies", "build-dependencies"] {
             for (other, wanted) in
                 manifest.get(dependencies).and_then(|all| all.as_table()).into_iter().flatten()
@@ -122,7 +122,7 @@ fn every_crate_is_packed_with_what_a_registry_shows_and_its_device_text() {
     }
 }
 
-/// The crates of this workspace that are to be published, by their manifests.
+/// Crates of this workspace that are published according to their manifests.
 fn members() -> BTreeSet<String> {
     let workspace = manifest(root());
     let members = workspace["workspace"]["members"].as_array().unwrap();
@@ -130,7 +130,7 @@ fn members() -> BTreeSet<String> {
     names.filter(|name| !UNPUBLISHED.contains(&name.as_str())).collect()
 }
 
-/// The files below a folder, by their paths in it.
+/// Files below a folder, by their paths relative to it.
 fn files(folder: &Path) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     let mut folders = vec![folder.to_owned()];
@@ -146,8 +146,7 @@ fn files(folder: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// A stranger's program: attention on the CPU by the library, and the text that both vendors' kernels are
-/// compiled from.
+/// Program of a user: it computes attention on the CPU, and gets the text of both vendors' kernels.
 const PROGRAM: &str = r#"
 use fmha::{Attention, Dims, MaskSpec, bf16};
 
@@ -185,7 +184,7 @@ fn the_packages_alone_make_a_program_with_its_device_text() {
     std::fs::write(folder.join("src/main.rs"), PROGRAM).unwrap();
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["run", "--quiet", "--target-dir"]).arg(target().join("built")).current_dir(&folder);
-    // Environment of a machine without a device.
+    // The environment is that of a machine without a device.
     let ran = cargo.env_remove("FMHA_EMULATE").output().unwrap();
     assert!(ran.status.success(), "{}", said(&ran));
     let counts = String::from_utf8_lossy(&ran.stdout).into_owned();

@@ -10,7 +10,7 @@ use fmha_conformance::deal::jobs;
 use fmha_conformance::definition;
 use fmha_core::{Device, PlanOptions};
 
-/// (axis, level, later axis, level).
+/// Pair of levels: (axis, level, later axis, level).
 type Pair = [usize; 4];
 
 fn pairs(levels: &[usize]) -> impl Iterator<Item = Pair> {
@@ -18,8 +18,8 @@ fn pairs(levels: &[usize]) -> impl Iterator<Item = Pair> {
     (0..axes).flat_map(move |a| (a + 1..axes).map(move |b| [a, levels[a], b, levels[b]]))
 }
 
-/// Pairs of levels that the fast kernels of `backend` meet in no case, though they take them: beside the first level of
-/// every other axis, with some type.
+/// Pairs of levels that no case has on `backend`'s fast kernels, although these kernels support the pair with some type
+/// and the first level of every other axis.
 fn unmet(backend: &Device) -> Vec<Pair> {
     let options = PlanOptions::default().allow_fallback(false);
     let takes = |case: &Case| !jobs(case, backend, &options).is_empty();

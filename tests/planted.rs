@@ -15,7 +15,7 @@ use planting::{Fate, Fault, each, is_own_process};
 /// Faults by their architecture and their header.
 type Faults = BTreeMap<String, BTreeMap<String, Vec<Fault>>>;
 
-/// The process of one fault; elsewhere there is nothing to do.
+/// Runs one fault in a process of its own; elsewhere it does nothing.
 #[test]
 fn the_fault_of_this_process() {
     is_own_process();
@@ -67,13 +67,13 @@ fn each_other_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
     are_found(false);
 }
 
-/// Checks that the faults of the sample, or all others, are found.
+/// Checks that the faults of the sample are found, or all others.
 fn are_found(sampled: bool) {
     let all = faults();
     let count = all.len();
-    // A part of a fault's words, to run those alone, of the sample or not.
+    // `PLANTED_ONLY` is a part of a fault's description: only such faults run, in the sample or not.
     let only = std::env::var("PLANTED_ONLY").ok();
-    // A fault's further cases compile its kernel twice more each, so that none is of the sample.
+    // A fault's further cases each compile its kernel twice more, so none of them is in the sample.
     let of_each_case = |(at, fault): (usize, Fault)| {
         let also = fault.also.clone().into_iter().map(|case| Fault { case, ..fault.clone() });
         let also: Vec<_> = also.map(|fault| (at, false, fault)).collect();

@@ -1,5 +1,4 @@
-//! A V of FP8 that is prepared once on Hopper has the bits of one that each tile prepares, block for block.
-//! Emulated.
+//! FP8 V that is prepared once on Hopper gives the same bits as V that each tile prepares, block for block. Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,7 +9,7 @@ use fmha_conformance::tensor::Operand;
 use fmha_conformance::tensors::HostFwd;
 use fmha_core::{Device, Error, PlanOptions};
 
-/// A case, and the fields of its tile that all ways have.
+/// Cases, each with the fields of its tile that all ways share.
 const CASES: [(&str, &str); 7] = [
     ("fp8/blocks/e4m3fn/d128x128/b/r", "block_m=128,block_n=128,stages=2,wait_anchor=0"),
     ("fp8/blocks/e4m3fn/d128x128/b/r", "block_m=192,block_n=80,stages=3,wait_anchor=0"),
@@ -29,7 +28,7 @@ fn forward(name: &str) -> Box<Forward> {
     }
 }
 
-/// The bits of every element of O.
+/// Computes O and returns the bits of every element.
 fn output(backend: &Device, case: &Forward, tile: &str) -> Result<Vec<u64>, Error> {
     let options = PlanOptions::default().tile(tile_fields(tile)).kernel("sm90");
     let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;

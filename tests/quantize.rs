@@ -1,5 +1,5 @@
-//! Conversion to formats with scales by blocks on every backend: the bits of `BlockFormat::quantize` on the host.
-//! Emulated devices, and the CPU.
+//! Conversion to formats with scales by blocks, on emulated devices and the CPU: bits must equal those of
+//! `BlockFormat::quantize` on the host.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,7 +10,7 @@ use fmha_core::block_scales::{BlockAxis, BlockFormat};
 use fmha_core::quantize::{QuantizeProblem, TensorScale};
 use fmha_core::{DType, Device, Error, PlanOptions, QuantizeArgs, Shape, Strides};
 
-/// Numbers by a seed.
+/// Random generator with a seed.
 struct Random(u64);
 
 impl Random {
@@ -23,8 +23,8 @@ impl Random {
         ((u64::from(self.next()) * u64::from(end)) >> 32) as u32
     }
 
-    /// A number that stands where roundings go apart: any bits, or of few digits near a block's scale, or one of those
-    /// that a format has its own rule for.
+    /// Draws a number that is hard to round: any bits, few digits near a block's scale, or one for which a format has
+    /// its own rule.
     fn number(&mut self, kind: u32) -> f32 {
         const SPECIAL: [f32; 10] = [
             0.0,
@@ -53,14 +53,14 @@ impl Random {
     }
 }
 
-/// A conversion, its numbers, and a scale that the caller brings.
+/// A conversion, its input, and a tensor's scale that the caller gives.
 struct Case {
     problem: QuantizeProblem,
     values: Vec<f32>,
     given: Option<f32>,
 }
 
-/// Stored elements, scales of blocks, and the tensor's scale.
+/// Result of a conversion: stored elements, scales of blocks, and the tensor's scale.
 type Stored = (Vec<u8>, Vec<u8>, Option<f32>);
 
 impl Case {
@@ -79,7 +79,7 @@ impl Case {
         )
     }
 
-    /// The elements and scales that the host has.
+    /// Elements and scales as the host computes them.
     fn expected(&self) -> Stored {
         let problem = &self.problem;
         let Shape { batch, seq, head, dim } = problem.shape;
@@ -125,7 +125,7 @@ impl Case {
         (elements, scales, (problem.tensor_scale == TensorScale::Written).then_some(scale))
     }
 
-    /// The elements and scales of a device.
+    /// Elements and scales as a device computes them.
     fn run(&self, device: &Device) -> Stored {
         let problem = self.problem.clone().validate().unwrap();
         let plan = device.plan_quantize(&problem, &PlanOptions::default()).unwrap();
@@ -174,7 +174,7 @@ impl Case {
     }
 }
 
-/// A byte that no call writes: -0 of E2M1 beside 5, and FP8 that rounds to no number of these.
+/// Byte with which memory is filled beforehand. No conversion here writes it, in any format.
 const UNTOUCHED: u8 = 0xa5;
 
 fn extent(strides: Strides, shape: Shape) -> usize {
@@ -193,7 +193,7 @@ fn rounded(dtype: DType, x: f32) -> f32 {
     }
 }
 
-/// Every format, both axes and pairs of rows, over types and numbers in turn.
+/// Cases of every format, both axes and pairs of rows, with types and numbers in turn.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     let (dtypes, mut seed) = ([DType::Bf16, DType::F32, DType::F16], 0);
@@ -203,7 +203,7 @@ fn cases() -> Vec<Case> {
             for kind in 0..6 {
                 seed += 1;
                 let dtype = dtypes[(seed % 3) as usize];
-                // Whole blocks, which move in words, and ends of blocks.
+                // The shape has whole blocks, which are moved as words, or incomplete ones.
                 let shape = match seed % 2 {
                     0 => Shape { batch: 2, seq: 40, head: 2, dim: 64 },
                     _ => Shape { batch: 1, seq: 37, head: 3, dim: 41 },
@@ -222,7 +222,7 @@ fn cases() -> Vec<Case> {
             }
         }
     }
-    // Strides of their own: a head's rows apart from each other, and V as it lies within a row of Q, K and V.
+    // Strides have gaps: rows of a head are apart, and V lies within a row of Q, K and V.
     let shape = Shape { batch: 2, seq: 33, head: 2, dim: 48 };
     for format in [BlockFormat::Nvfp4, BlockFormat::Mxfp8E4m3] {
         for axis in [BlockAxis::Dim, BlockAxis::Rows] {
@@ -241,7 +241,7 @@ fn cases() -> Vec<Case> {
             cases.push(Case::new(problem, None, 4, seed));
         }
     }
-    // Without elements the tensor's scale is 1; with zeros too, and where it would be subnormal.
+    // The tensor's scale is 1 without elements, with only zeros, and where it would be subnormal.
     for empty in [Shape { seq: 0, ..shape }, Shape { batch: 0, ..shape }] {
         let none = QuantizeProblem::new(BlockFormat::Nvfp4, BlockAxis::Dim, DType::F32, empty);
         cases.push(Case::new(none, None, 0, 1));
@@ -258,8 +258,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Quotients that lie on middles between two scales, and on middles between two elements: each exactly, and one f32
-/// beside them.
+/// Quotients halfway between two scales and halfway between two elements: exactly there, and one f32 beside.
 fn ties() -> Vec<Case> {
     let mut cases = Vec::new();
     for scale in [1.0f32, 0.625, 1.7, 3e-39, 2e-3] {
@@ -316,7 +315,7 @@ fn the_work_of_this_process() {
     }
 }
 
-/// A process emulates one architecture of NVIDIA's. Every access is ordered by vector clocks.
+/// Each architecture has its process, since a process emulates only one. Vector clocks check the order of every access.
 #[test]
 fn blackwell_converts_to_the_bits_of_the_host() {
     let own = "the_work_of_this_process";

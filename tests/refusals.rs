@@ -46,8 +46,8 @@ fn what_is_refused_where_a_slow_kernel_may_serve_is_what_is_declared() {
             let is_refused = is_refused(&backend, case, &options);
             refused += usize::from(is_refused);
             assert!(!is_refused || declared.is_some(), "{arch} refuses {}, undeclared", case.name);
-            // A law's other call may be what is refused. Hopper's own kernels take caches that no other does, and masks
-            // as data beside code, as Blackwell's do.
+            // The refused call may be a law's second call. Hopper's own kernels take caches that no other kernel does,
+            // and only they and Blackwell's take masks as data beside code.
             let exempt = matches!(case.body, Body::Law(_)) || ["sm_90a", "sm_100a"].contains(&arch);
             assert!(is_refused || declared.is_none() || exempt, "{arch} takes {}: {declared:?}", case.name);
         }

@@ -1,5 +1,5 @@
-//! A row has the same bits in training, in a prompt's chunks and in decoding: searched for in drawn pairs of calls that
-//! have rows in common, on the CPU and on emulated devices.
+//! A row has the same bits in training, in a prompt's chunks and in decoding. The test compares drawn pairs of calls
+//! that share rows, on the CPU and on emulated devices.
 //!
 //! `ROWS_SEED` and `ROWS_PAIRS` set what the long searches draw; `ROWS_ONLY` a seed of one pair.
 
@@ -15,7 +15,7 @@ use fmha_conformance::rows::{
 use fmha_core::{BlockFormat, BwdProblem, DType, Device, FwdProblem, Intervals, MaskAxes, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
 
-/// Keys of the CPU's parts.
+/// Bounds of pairs for the CPU, whose parts have this many keys.
 const CPU: Bounds = Bounds {
     dtypes: &[DType::Bf16, DType::F16, DType::F32],
     part: 512,
@@ -33,19 +33,21 @@ const CPU: Bounds = Bounds {
     forced: true,
 };
 
-/// Pairs of an emulated device, beside SHORT's: half of the pairs far apart, latent attention.
+/// Bounds of pairs for an emulated device, as SHORT but with latent attention, and half of the pairs far apart.
 const EMULATED: Bounds = Bounds { rare: &[Rare::Latent], forced: true, ..SHORT };
 
-/// Fields of the tile of an architecture: parts of as many keys as [`SHORT`] has. Hopper's kernels have no field `tma`.
+/// Tile fields of an architecture that make parts of as many keys as [`SHORT`] has. Hopper's kernels have no field
+/// `tma`.
 fn in_parts(arch: &str) -> Vec<(&'static str, &'static str)> {
     let tma = (arch != "sm_90a").then_some(("tma", "0"));
     tma.into_iter().chain([("split_keys", "128"), ("fixed_parts", "1")]).collect()
 }
 
-/// Lengths on either side of one part and two.
+/// Bounds with lengths around one part and around two.
 const OWN_PARTS: Bounds = Bounds { part: 1100, most_rows: 20, dims: &[64, 128], ..SHORT };
 
-/// On Hopper one of two kernels has a call; their blocks divide parts of 128. A function of a score is `sm80`'s.
+/// Bounds of an architecture. On Hopper a call has one of two kernels, whose blocks divide parts of 128 keys; `sm80`
+/// computes a score function.
 fn bounds(arch: &str) -> Bounds {
     let bounds = Bounds { rare: &[Rare::Latent, Rare::Score], ..EMULATED };
     if arch == "sm_90a" { Bounds { dims: &[16, 64, 128, 200], ..bounds } } else { bounds }
@@ -61,7 +63,7 @@ type Compare = fn(&Device, &Story, &[View; 2], &Planning) -> fmha_core::Result<O
 const FORWARD: (Draw, Compare) = (draw, compare);
 const BACKWARD: (Draw, Compare) = (draw_training, compare_gradients);
 
-/// Compares so many pairs, and says how many were.
+/// Compares this many pairs, and prints how many were compared.
 fn search(
     device: &Device,
     (draw, compare): (Draw, Compare),
@@ -117,7 +119,7 @@ fn a_row_has_the_same_gradients_in_every_call_of_the_cpu() {
     assert_eq!(counts.get("equal"), Some(&30));
 }
 
-/// The search finds what it searches for: without the promise pairs differ.
+/// The search finds differing pairs where the promise is not requested.
 #[test]
 fn pairs_differ_where_nobody_asks_for_equal_rows() {
     let counts = search(&cpu(1), FORWARD, (1, 60), &CPU, &Planning { unasked: true, ..Planning::default() });
@@ -176,7 +178,7 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
         let counts = search(&device, FORWARD, pairs, &bounds(arch), &planning);
         println!("{arch}, the second folds as it goes: {counts:?}");
     }
-    // Whole beside parts of 2048 keys, as plans have them that set no tile.
+    // Plans without tile fields compute whole rows or parts of 2048 keys; both are compared.
     let (first, count) = pairs;
     let own = search(&device, FORWARD, (first, count.div_ceil(10)), &OWN_PARTS, &Planning::default());
     println!("{arch}, parts of its own: {own:?}");
@@ -196,7 +198,7 @@ fn gradients_on_hopper(pairs: (u64, u64)) {
     assert!(counts.contains_key("equal by wgmma"), "{counts:?}");
 }
 
-/// Pairs of [`gradients_on_hopper`], in a process of their own.
+/// Compares the pairs of [`gradients_on_hopper`] in a process of its own; elsewhere it does nothing.
 #[test]
 fn the_gradients_of_this_process() {
     if std::env::var("ROWS_GRADIENTS").is_ok() {
@@ -209,12 +211,12 @@ fn a_row_has_the_same_gradients_in_every_call_of_hopper() {
     println!("{}", run_test("the_gradients_of_this_process", &[("ROWS_GRADIENTS", "1")]).unwrap());
 }
 
-/// Hopper's tile whose CTAs fold their rows' parts of so many keys, in the workspace.
+/// Options for Hopper's tile whose CTAs fold their rows' parts of this many keys in the workspace.
 fn folding(keys: u32) -> PlanOptions {
     PlanOptions::default().kernel("sm90").tile([("fold_keys", keys.to_string())])
 }
 
-/// Folds in shared memory, without a second Q, whose room at D 128 they take.
+/// Options for folds in shared memory, in place of a second Q, for which there is no room at head dimension 128.
 fn folding_in_shared(keys: u32) -> PlanOptions {
     let fields = [
         ("fold_keys", keys.to_string()),
@@ -224,8 +226,8 @@ fn folding_in_shared(keys: u32) -> PlanOptions {
     PlanOptions::default().kernel("sm90").tile(fields)
 }
 
-/// Rows of a call of Hopper's, whose CTAs fold the parts of their rows, have the bits of parts that a launch folds, and
-/// those of a chunk's call.
+/// Checks that a call on Hopper whose CTAs fold their rows' parts has the bits of parts folded by a launch, and of a
+/// chunk's call.
 fn folded(
     device: &Device,
     (heads, dim, len): ([u32; 2], u32, u32),
@@ -273,7 +275,7 @@ fn folded(
         of_second: Some(folding(keys)),
         ..Planning::default()
     };
-    // A step of decoding over pages is `sm80`'s.
+    // The kernel `sm80` computes a step of decoding over pages.
     let pages = Planning { plan: PlanOptions::default().tile(apart), ..planning.clone() };
     let step = View { rows: len - 1..len, keys: Keys::Paged(16), ..chunk.clone() };
     for (views, planning) in [
@@ -286,7 +288,7 @@ fn folded(
     }
 }
 
-/// Cases of [`folded`], in a process of their own; else there is nothing to do.
+/// Runs cases of [`folded`] in a process of its own; elsewhere it does nothing.
 #[test]
 fn the_folds_of_this_process() {
     let Ok(text) = std::env::var("ROWS_FOLDS") else { return };
@@ -308,7 +310,7 @@ fn the_folds_of_this_process() {
     }
 }
 
-/// Runs [`the_folds_of_this_process`]: a process emulates one architecture.
+/// Starts a process for [`the_folds_of_this_process`], since a process emulates one architecture.
 fn fold_in_a_process(which: &str) {
     run_test("the_folds_of_this_process", &[("ROWS_FOLDS", which)]).unwrap();
 }
@@ -329,7 +331,8 @@ fn a_row_has_the_same_bits_in_every_call_of_sm80() {
     emulated("sm_80", (1, 4));
 }
 
-/// The pairs of one architecture, in a process that [`each_architecture`] has started; else there is nothing to do.
+/// Compares the pairs of one architecture in a process that [`each_architecture`] has started; elsewhere it does
+/// nothing.
 #[test]
 fn the_pairs_of_this_process() {
     let Ok(arch) = std::env::var("ROWS_ARCH") else { return };
@@ -345,7 +348,7 @@ fn each_architecture() {
     }
 }
 
-/// Pairs of calls of an AMD device: parts of as many keys as [`SHORT`] has, and of the kernel's own.
+/// Compares pairs of calls on an AMD device, with parts of as many keys as [`SHORT`] has, and of the kernel's own.
 fn emulated_amd(arch: &str, (first, pairs): (u64, u64)) {
     if let Err(reason) = fmha_rocm::open(0, Some(arch)).and_then(|device| can_compile(&device)) {
         return println!("absent: {reason}");
@@ -362,7 +365,7 @@ fn emulated_amd(arch: &str, (first, pairs): (u64, u64)) {
     }
 }
 
-/// Gradients of pairs of training calls on an AMD device.
+/// Compares gradients of pairs of training calls on an AMD device.
 fn gradients_on_amd(arch: &str, pairs: (u64, u64)) {
     let device = match fmha_rocm::open(0, Some(arch)).and_then(|device| can_compile(&device).map(|()| device))
     {
@@ -384,14 +387,15 @@ fn a_row_has_the_same_bits_in_every_call_of_cdna_decode() {
     emulated_amd("gfx942", (4, 3));
 }
 
-/// The pair is one that finds blocks walked in an order that depends on the batch. `ROWS_SEED` and `ROWS_PAIRS` draw
-/// others.
+/// The default pair would differ if blocks were walked in an order that depends on the batch. `ROWS_SEED` and
+/// `ROWS_PAIRS` draw others.
 #[test]
 fn a_row_has_the_same_gradients_in_every_call_of_cdna_bwd() {
     gradients_on_amd("gfx942", (number("ROWS_SEED", 13), number("ROWS_PAIRS", 1)));
 }
 
-/// Parts of a fixed number of keys are not enough: without the promise P's scale is by the number of a sequence's keys.
+/// Parts of a fixed number of keys are not enough: without the promise, P's scale depends on the sequence's number of
+/// keys.
 #[test]
 fn rows_of_cdna_decode_differ_where_p_s_scale_is_by_the_length() {
     let Ok(device) = fmha_rocm::open(0, Some("gfx942")) else { return println!("absent: no emulator") };
@@ -405,7 +409,7 @@ fn rows_of_cdna_decode_differ_where_p_s_scale_is_by_the_length() {
     assert_eq!(counts.get("differ"), Some(&1), "{counts:?}");
 }
 
-/// The pairs of one architecture of AMD's, in a process that [`each_architecture`] has started.
+/// Compares the pairs of one AMD architecture in a process that [`each_architecture`] has started.
 #[test]
 fn the_pairs_of_this_process_on_amd() {
     let Ok(arch) = std::env::var("ROWS_AMD_ARCH") else { return };
@@ -420,8 +424,8 @@ fn each_architecture_of_amd() {
     }
 }
 
-/// AMD's other kernels say what breaks it, none of them in silence: the forward, a type that decoding does not take,
-/// dropout, the backward under masks as data.
+/// Kernels of AMD that break the promise refuse it with a reason: the forward, a type without a decode kernel, dropout,
+/// backward under masks as data.
 #[test]
 fn what_keeps_no_rows_of_equal_bits_on_amd_is_refused_by_name() {
     for (arch, forward) in [("gfx942", "cdna_fwd"), ("gfx1100", "rdna_fwd")] {

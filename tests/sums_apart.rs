@@ -1,5 +1,4 @@
-//! Sums of dQ that each key block on Hopper keeps apart have the bits of ordered additions, of every
-//! gradient. Emulated.
+//! Sums of dQ that Hopper's key blocks store separately give every gradient the bits of ordered additions. Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -15,7 +14,7 @@ fn numbers(count: usize, seed: usize) -> Vec<bf16> {
     (0..count).map(|i| bf16::from_f32(of(i))).collect()
 }
 
-/// dQ, dK and dV in f32, with these fields of the tile.
+/// Computes dQ, dK and dV in f32 with the given tile fields.
 fn gradients(device: &Device, problem: &BwdProblem, tile: &[(&str, &str)]) -> [Vec<f32>; 3] {
     let fwd = problem.fwd.clone().validate().unwrap();
     let options = PlanOptions::default().kernel("sm90");

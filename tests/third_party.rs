@@ -1,4 +1,4 @@
-//! A third party's backend: registered, chosen by its name, and launched only with calls that core has checked.
+//! Backend of a third party: registered, chosen by name, and launched only with calls that core has checked.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -13,12 +13,12 @@ use fmha::{
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Attention over values that are all equal: their mean is any of them. It knows f32 alone.
+/// Backend for attention over equal values, whose mean is any of them. It supports only f32.
 struct Alike {
     name: String,
 }
 
-/// Launches of this process.
+/// Number of launches in this process.
 static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
 
 impl Alike {
@@ -110,11 +110,11 @@ impl DeviceMemory for Host {
         let layout = Layout::from_size_align(bytes.max(1) as usize, 256).unwrap();
         // SAFETY: the layout has a byte at least.
         let address = unsafe { alloc_zeroed(layout) };
-        // Content that a run has to clear where it wants zeros. SAFETY: allocated above, of this size.
+        // The memory holds garbage, so a run must clear it where it needs zeros. SAFETY: allocated above, of this size.
         unsafe { address.write_bytes(0xA5, bytes as usize) };
         // SAFETY: the layout has a byte at least.
         let free = Box::new(move |address| unsafe { dealloc(address, layout) });
-        // SAFETY: ours alone until `free` has run.
+        // SAFETY: only this code uses the memory until `free`.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Host, address, bytes, free) })
     }
 
@@ -129,7 +129,7 @@ impl DeviceMemory for Host {
 
 const DIMS: Dims = Dims::batch(1).seqlens(2, 3).heads(1, 1).head_dim(4);
 
-/// One test: what is registered is the process's.
+/// There is only one test, since registration affects the whole process.
 #[test]
 fn a_backend_of_a_third_party_is_registered_chosen_by_name_and_given_checked_calls_alone() {
     let unknown = "alike:1".parse::<Backend>().unwrap_err().text;

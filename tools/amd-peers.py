@@ -13,10 +13,10 @@ spec = importlib.util.spec_from_file_location("peers", pathlib.Path(__file__).wi
 common = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(common)
 
-# A peer's name and its package.
+# Names of the peers, each with its package.
 PACKAGES = (("PyTorch", "torch"), ("AITER", "aiter"), ("CK (flash-attn)", "flash_attn"))
 
-# (batch, keys, query heads) of one token over latent rows.
+# Calls of one token over latent rows: (batch, keys, query heads).
 LATENT = [(b, keys, h) for b, keys, h in ((1, 8192, 16), (64, 8192, 16), (64, 8192, 128))]
 
 

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 
-# (kind, batch, queries, keys, query heads, kv heads, head_dim, causal)
+# Calls: (kind, batch, queries, keys, query heads, kv heads, head_dim, causal).
 ROWS = [
     (kind, b, s, s, 16 * 128 // d, 16 * 128 // d, d, causal)
     for kind in ("forward", "backward")

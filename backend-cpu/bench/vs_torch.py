@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 HEADS, DIM = 8, 128
-# Longer than PyTorch's threads spin.
+# Pause that is longer than PyTorch's threads spin.
 PAUSE_SECONDS = 0.03
 
 
@@ -51,7 +51,7 @@ class Ours:
         return float(self.process.stdout.readline().split()[self.column])
 
     def close(self):
-        # Reads the rest by hand: communicate() would skip what readline() has buffered, often the end of the output.
+        # The rest of the output is read here: communicate() would skip what readline() has buffered, often its end.
         self.process.stdin.close()
         tail = self.process.stdout.read().split()
         self.process.wait()

@@ -19,7 +19,7 @@ use fmha_core::{
 };
 use fmha_cpu::CpuBackend;
 
-/// A line of the cache.
+/// Cache line of 64 bytes.
 #[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
 #[repr(C, align(64))]
 struct Line([u64; 8]);
@@ -32,7 +32,7 @@ fn thread_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// Seconds by the clock, and of this thread's processor time.
+/// Seconds of some work, by the clock and by this thread's processor time.
 fn timed(work: impl FnOnce()) -> (f64, f64) {
     let (start, start_cpu) = (Instant::now(), thread_seconds());
     work();

@@ -1,4 +1,4 @@
-//! Texts of a backend and of its plans, and the memory that it allocates.
+//! Tests of the texts of a backend and of its plans, and of the memory that it allocates.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fmha_core::{

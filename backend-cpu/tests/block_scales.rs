@@ -1,4 +1,4 @@
-//! Scales by blocks: a call is bit-equal to the call on the dequantised tensors.
+//! Tests of scales by blocks: a call must be bit-equal to the call on the dequantised tensors.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use fmha_core::block_scales::{BlockAxis, Quantized};
@@ -104,7 +104,7 @@ fn a_plan_says_the_format_and_backward_is_refused_by_its_name() {
     let problem = FwdProblem::batch(DType::Bf16, DIMS).with_block_scales(BlockFormat::Nvfp4);
     let plan = device.plan_fwd(&problem.clone().validate().unwrap(), &PlanOptions::default()).unwrap();
     assert!(plan.to_string().contains("nvfp4"), "{plan}");
-    // Strides of scales are a problem's own.
+    // Strides of the scales differ from the default.
     let scales = BlockScales::new(&problem, BlockFormat::Nvfp4);
     let wide = Strides { seq: 2 * scales.v.seq, ..scales.v };
     let apart = problem.block_scales(scales.strides_v(wide));

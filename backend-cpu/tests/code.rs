@@ -1,4 +1,4 @@
-//! Scores and masks as code, forward and backward, against float64.
+//! Tests of scores and masks as code, forward and backward, against float64.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,7 +17,7 @@ fn noise(count: u64, seed: u64) -> Vec<f32> {
     (0..count).map(|_| draw.unit() as f32 * 1.5).collect()
 }
 
-/// Seeds from here on have a slope for each head.
+/// Problems of seeds from this number on have a slope for each head.
 const OF_HEADS: u64 = 300;
 
 /// Memory of the tensors that functions capture.
@@ -66,7 +66,7 @@ impl Memory {
     }
 }
 
-/// The largest difference, divided by the largest expected value or 1.
+/// Largest difference, divided by the largest expected value or by 1.
 fn error(found: &[f32], wanted: &[f64]) -> f64 {
     assert_eq!(found.len(), wanted.len());
     let size = wanted.iter().fold(1.0f64, |most, x| most.max(x.abs()));
@@ -81,8 +81,8 @@ fn check(device: &Device, problem: FwdProblem, seed: u64) {
     check_gradients(device, problem, seed, true);
 }
 
-/// Compares as [`check`] does, with gradients of captured tensors where `is_captured`, and returns what the plans
-/// say of functions.
+/// Compares like [`check`], with gradients of captured tensors if `is_captured`. Returns the plans' descriptions of
+/// functions.
 fn check_gradients(device: &Device, problem: FwdProblem, seed: u64, is_captured: bool) -> [String; 2] {
     let text = format!("seed {seed}: {:?}", problem.code);
     let memory = Memory::new(&problem, seed);
@@ -168,7 +168,7 @@ fn check_gradients(device: &Device, problem: FwdProblem, seed: u64, is_captured:
     of_plans
 }
 
-/// Words of a plan on its functions.
+/// Description of the functions in a plan's details.
 fn words(details: &[(&str, String)]) -> String {
     details.iter().find(|(name, _)| *name == "functions").map(|(_, words)| words.clone()).unwrap_or_default()
 }
@@ -197,7 +197,7 @@ fn drawn_scores_and_masks_have_the_results_and_gradients_of_float64() {
     }
 }
 
-/// Forms that people write.
+/// Forms of functions that people write.
 #[test]
 fn common_forms_have_the_results_and_gradients_of_float64() {
     let device = device();
@@ -275,7 +275,7 @@ fn functions_that_kernels_have_built_in_are_computed_as_such() {
         let said = check_gradients(&device, problem.clone(), seed, false);
         let fits = |said: &String| said.starts_with(forward) && said.is_empty() == forward.is_empty();
         assert!(said.iter().all(fits), "{score} {mask} {band}: {said:?}");
-        // Slopes whose gradients are wanted stay captured.
+        // Slopes whose gradients are wanted remain captured tensors.
         let learned = check_gradients(&device, problem, seed, true);
         assert!(!learned[1].contains("ALiBi"), "{learned:?}");
         assert_eq!(learned[0].contains("ALiBi"), !backward.is_empty(), "{learned:?}");
@@ -296,7 +296,7 @@ fn causal_as_code_has_the_bits_of_the_built_in() {
         o
     };
     let built_in = run(FwdProblem::batch(DType::F32, DIMS).mask(MaskSpec::CAUSAL));
-    // A quotient keeps the function a function: without it the plan is the band's.
+    // The quotient prevents that the function is recognised as a band.
     let code = "(k - q) * 2 // 2 <= seqlen_k - seqlen_q".parse::<Function>().unwrap();
     assert_eq!(run(FwdProblem::batch(DType::F32, DIMS).mask_code(code)), built_in);
 }
@@ -389,7 +389,7 @@ fn what_is_captured_is_checked_by_name() {
         let grads = vec![CapturedGrad { name: name.to_owned(), dtype: DType::E5m2 }];
         assert_eq!(BwdProblem::new(fwd.clone()).dcaptured(grads).validate().unwrap_err().text, error);
     }
-    // The call's own arguments.
+    // The call gets its own arguments.
     let fwd = fwd.validate().unwrap();
     let device = device();
     let plan = device.plan_fwd(&fwd, &PlanOptions::default()).unwrap();
@@ -407,7 +407,7 @@ fn what_is_captured_is_checked_by_name() {
         base().mask_code(code("ids: bool[_]; ids[k]")).captured(vec![CapturedTensor::dense("ids", &[16])]);
     let ids = device.plan_fwd(&ids.validate().unwrap(), &PlanOptions::default()).unwrap();
     let of_ids = "captured ids has elements of";
-    // Slopes of a score that is computed as ALiBi have the caller's name too.
+    // Slopes of a score that is computed as ALiBi keep the caller's name in errors.
     let alibi = base()
         .score_code(code("slopes: f32[_]; s + slopes[h] * (k - q)"))
         .mask_code(code("k <= q"))

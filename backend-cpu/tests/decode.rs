@@ -88,7 +88,7 @@ fn a_head_has_the_same_bits_alone_and_read_together_with_others() {
     }
 }
 
-/// O and LSE of a call on a paged cache, or on one of FP8.
+/// Runs a call on a paged cache or on an FP8 cache; returns O and LSE.
 fn run_on(backend: &Device, inputs: &Inputs, table: Option<(&[i32], u32)>) -> (Vec<u64>, Vec<f32>) {
     let problem = &inputs.problem;
     let mut o = Tensor::poisoned(problem.dtypes.o, problem.strides.o, problem.shape_o());
@@ -153,7 +153,7 @@ fn narrow_and_wide(
     let dims = narrow.problem.dims;
     narrow.problem.cache.dtype = Some(dtype_cache);
     (narrow.problem.scales.descale_k, narrow.problem.scales.descale_v) = (kind, kind);
-    // Equal and different descales.
+    // Descales are equal for all heads, or different.
     let descales = descales.map(|descale| {
         let count = kind.num_elems(dims.batch, dims.num_heads_kv) as usize;
         [1.0, 0.5, 1.0, -1.5].into_iter().cycle().take(count).map(|x| x * descale).collect::<Vec<f32>>()
@@ -191,10 +191,11 @@ fn an_fp8_cache_is_its_values_in_the_type_of_q() {
     for (dtype, dtype_cache, seqlen_q, heads, head_dims, descales) in [
         (DType::F16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7f32, 1.3]),
         (DType::Bf16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7, 1.3]),
-        // Rows that are not whole vectors of codes; queries that see different keys.
+        // Rows do not end with a vector of codes, and queries see different keys.
         (DType::Bf16, DType::E5m2, 3, (8, 2), (96, 40), [-0.7, 1e-3]),
         (DType::Bf16, DType::E4m3Fn, 1, (12, 1), (136, 200), [448.0, -1.3]),
-        // Rows that use tiles if there are any, the last tile half a vector of codes; more queries than a tile has.
+        // Rows use tiles if the processor has them; the last tile is half a vector of codes, and there are more queries
+        // than a tile has.
         (DType::Bf16, DType::E4m3Fn, 1, (16, 2), (96, 160), [0.7, 1.3]),
         (DType::Bf16, DType::E5m2, 2, (20, 1), (128, 64), [-0.7, 1e-3]),
         (DType::Bf16, DType::E4m3Fnuz, 1, (16, 2), (64, 128), [0.7, 1.3]),
@@ -241,7 +242,7 @@ fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for
                 let what = format!("{isa} {dtype} {dtype_cache} {seqlen_q} queries, {kind:?}");
                 let wanted = run_on(&backend, &wide, None);
                 assert!(run_on(&backend, &narrow, None) == wanted, "{what}");
-                // A block of 64 keys ends amid a page.
+                // A block of 64 keys ends within a page.
                 assert!(run_on_pages(&backend, &narrow, 48) == wanted, "{what}, in pages");
             }
         }

@@ -1,4 +1,4 @@
-//! Every instruction set against the f64 definition, under the contract's 2x and 3x rules.
+//! Test of every instruction set against the f64 definition, with the contract's factors 2 and 3.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -26,12 +26,12 @@ fn dims(batch: u32, seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dims: 
 }
 
 fn bias(problem: &FwdProblem, dtype: DType, broadcast: BiasBroadcast) -> Bias {
-    // The memory order of a bias is b, h, i, j.
+    // The axes of a bias in memory are b, h, i, j.
     let shape = problem.shape_bias(broadcast);
     Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides: Strides::bhsd(shape) })
 }
 
-/// A name, a problem and its lengths.
+/// Problems with their names and lengths.
 fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
     let mut all = Vec::new();
     let mut add = |name: &str, problem: FwdProblem, lengths: &[Lengths]| {

@@ -24,7 +24,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A backend with its plans.
+/// Backend with its plans.
 struct Calls {
     device: Device,
     fwd: FwdPlan,
@@ -100,7 +100,7 @@ fn a_child_computes_what_its_parent_does_with_the_backend_that_the_parent_used()
             in_a_child(|| calls.run() == expected && in_a_child(|| calls.run() == expected)),
             "{threads} threads, a child's child"
         );
-        // The parent's threads are still there.
+        // The parent's threads still exist after the fork.
         assert_eq!(calls.run(), expected);
     }
 }

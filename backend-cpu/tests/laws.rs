@@ -1,4 +1,4 @@
-//! Laws that hold bit for bit, for every instruction set.
+//! Tests of laws that hold bit for bit, for every instruction set.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -51,7 +51,8 @@ fn threads_and_blocks_of_queries_change_no_bit() {
         assert!(one.o.bytes == other.o.bytes && one.lse == other.lse, "{isa} forward");
 
         let problem = BwdProblem::new(inputs.problem.clone());
-        // Two kv heads: one thread computes whole heads, five threads compute tiles of keys and of queries.
+        // There are two kv heads, so one thread computes whole heads, and five threads compute tiles of keys and of
+        // queries.
         let one = run_bwd(&backend(isa, 1), &inputs, problem.clone(), None);
         let five = run_bwd(&backend(isa, 5), &inputs, problem.clone(), None);
         assert!(one == five, "{isa} backward");
@@ -138,7 +139,7 @@ fn gqa_is_mha_with_repeated_keys() {
     }
 }
 
-/// The rows of O that change when one value is placed at (row, column 0) of one operand.
+/// Rows of O that change when a value is placed at (row, column 0) of one operand.
 fn rows_reached(backend: &Device, inputs: &Inputs, poison: impl Fn(&mut Inputs)) -> Vec<bool> {
     let mut poisoned = inputs.clone();
     poison(&mut poisoned);

@@ -123,7 +123,7 @@ fn check(isa: Isa, seed: u64) {
             }
         }
     }
-    // Rows of no sequence are left alone.
+    // Rows outside of all sequences are not written.
     assert!(row_max.iter().all(|&x| x == poison), "{isa} seed {seed}: {row_max:?}");
     if outputs.head_max {
         for (h, (&ours, &exact)) in head_max.iter().zip(&greatest).enumerate() {

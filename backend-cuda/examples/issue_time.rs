@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let timed = Issued::of(&stream, || plan.run(&mut args, &stream))?;
         println!("{name} ({}): {timed}", plan.kernel());
     }
-    // A backward without a mask has one launch more, which repairs far queries.
+    // A backward without a mask has one more launch, which repairs far queries.
     for (name, mask) in [("backward", MaskSpec::NONE), ("backward, causal", MaskSpec::CAUSAL)] {
         let fwd = FwdProblem::batch(DType::Bf16, dims(64, 4, 64)).mask(mask);
         let problem = BwdProblem::new(fwd).validate()?;
@@ -105,7 +105,7 @@ impl Issued {
             for i in 0..CALLS + *burst {
                 let start = Instant::now();
                 call()?;
-                // The first burst warms up.
+                // The first burst is a warm-up and is not counted.
                 if i >= *burst {
                     us.push(start.elapsed().as_secs_f64() * 1e6);
                 }

@@ -9,7 +9,7 @@ use fmha_gpu::Grid;
 use fmha_kernels_cuda::nvidia::DeviceInfo;
 use fmha_kernels_cuda::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
-/// A driver's answer as a [`Result`], with the call's name.
+/// Converts a driver's status to a [`Result`] that names the call.
 #[inline]
 fn check(call: &'static str, status: sys::Status) -> Result<()> {
     if status == sys::CUDA_SUCCESS { Ok(()) } else { Err(failure(call, status)) }
@@ -122,7 +122,7 @@ fn parts_of_version(version: i32) -> (i32, i32) {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // The driver may be unloaded when the process ends. There is no caller to report an error to.
+        // The driver may already be unloaded when the process ends, and no caller is left to report an error to.
         let _ = call!(cuDevicePrimaryCtxRelease_v2(self.handle));
     }
 }
@@ -138,7 +138,7 @@ pub(crate) struct Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         if let Some(callers) = self.callers {
-            // The context was current a moment ago. If it was destroyed since, there is nothing to restore.
+            // The context was current a moment ago. If it has been destroyed since, there is nothing to restore.
             let _ = call!(cuCtxSetCurrent(callers));
         }
     }
@@ -159,7 +159,7 @@ impl Device {
     /// Loads a cubin or PTX, and finds its kernel.
     ///
     /// # Errors
-    /// What the driver said of the image, or that it has no such kernel.
+    /// An error of the driver about the image, or an image without such a kernel.
     pub(crate) fn load(self: &Arc<Self>, image: &[u8], kernel: &str, smem_bytes: u32) -> Result<Kernel> {
         let _entered = self.enter()?;
         // The driver reads PTX as a C string, so a NUL is appended; a cubin ignores bytes after its end.
@@ -243,7 +243,8 @@ fn swizzle<const AXES: usize, const STRIDES: usize>(facts: &TensorMapFacts<AXES,
 }
 
 impl EncodeTensorMap for Device {
-    /// The driver refuses without a context of the thread's (201, seen on an H200 with driver 580).
+    /// The driver refuses to encode a map if the thread has no current context (error 201, seen on an H200 with driver
+    /// 580).
     fn encode<const AXES: usize, const STRIDES: usize>(
         facts: &TensorMapFacts<AXES, STRIDES>,
     ) -> Result<TensorMap> {

@@ -64,7 +64,7 @@ pub(crate) fn install(arch: &str) -> Result<()> {
 #[cfg(unix)]
 unsafe fn open(path: &Path) -> std::result::Result<Library, libloading::Error> {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
-    // SAFETY: promised by the caller: its initialisers may run in this process.
+    // SAFETY: the caller promises that the library's initialisers may run in this process.
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map(Into::into)
 }
 
@@ -74,11 +74,11 @@ unsafe fn open(path: &Path) -> std::result::Result<Library, libloading::Error> {
 /// Its initialisers may run in this process.
 #[cfg(not(unix))]
 unsafe fn open(path: &Path) -> std::result::Result<Library, libloading::Error> {
-    // SAFETY: promised by the caller: its initialisers may run in this process.
+    // SAFETY: the caller promises that the library's initialisers may run in this process.
     unsafe { Library::new(path) }
 }
 
-/// Whether this process runs on the double.
+/// Whether this process runs on the emulator's driver library.
 pub(crate) fn is_installed() -> bool {
     DOUBLE.get().is_some()
 }

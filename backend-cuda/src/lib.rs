@@ -1,9 +1,9 @@
 //! The CUDA backend of `fmha`: finds the driver and NVRTC at run time, and brings the recipes for NVIDIA's devices.
 //!
 //! [`open`] opens a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
-//! without a device. Kernels and the recipes that choose them are `fmha-kernels-cuda`'s; `kernels` is the seat that
-//! they have here. The driver's functions are called in `driver` alone. All else is `fmha-gpu`'s. [`own`] compiles
-//! and launches a caller's own kernels.
+//! without a device. Kernels and the recipes that choose them are `fmha-kernels-cuda`'s; `kernels` connects them to
+//! this backend. Only `driver` calls the driver's functions. Everything else is in `fmha-gpu`. [`own`] compiles and
+//! launches a caller's own kernels.
 
 mod driver;
 mod emulated;
@@ -72,7 +72,7 @@ fn backend(name: String, facts: DeviceFacts, device: Option<Arc<driver::Device>>
     // Source lines serve profilers and the interpreter's reports. They leave the code unchanged, so a bundle's
     // kernels serve with or without them.
     let flags = COMPILE_OPTIONS.iter().chain(&["-lineinfo"]).map(|&flag| flag.to_owned()).collect();
-    // The double of the driver reads PTX and no machine code.
+    // The test double of the driver interprets PTX, and cannot run machine code.
     let interprets = device.as_ref().is_some_and(|device| device.emulated);
     let image = if interprets { ImageKind::Assembly } else { ImageKind::Machine };
     let driver = device.as_ref().map(|device| device.driver_version);

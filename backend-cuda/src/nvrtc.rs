@@ -46,7 +46,7 @@ pub struct Nvrtc {
     _builtins: Option<Library>,
 }
 
-/// A pair of calls: how many bytes, and the bytes.
+/// Two functions of NVRTC that return an output: its number of bytes, and the bytes.
 struct Output {
     size: unsafe extern "C" fn(Program, *mut usize) -> Status,
     get: unsafe extern "C" fn(Program, *mut c_char) -> Status,
@@ -58,10 +58,10 @@ impl std::fmt::Debug for Nvrtc {
     }
 }
 
-/// Major and minor.
+/// Version number: major and minor.
 pub type Version = (i32, i32);
 
-/// The first compiler that is found.
+/// The first compiler that is found in the usual places.
 ///
 /// # Errors
 /// [`Error::NoDevice`] with every place searched.
@@ -129,12 +129,12 @@ fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
     let builtins = builtins_beside(path);
     // SAFETY: opening a compiler library runs its initialisers, which only set up itself.
     let library = unsafe { Library::new(path)? };
-    /// A function of the library.
+    /// Looks up a function of the library.
     ///
     /// # Safety
     /// `T` is the function's type in nvrtc.h.
     unsafe fn function<T: Copy>(library: &Library, name: &[u8]) -> std::result::Result<T, libloading::Error> {
-        // SAFETY: promised by the caller: `T` is the function's type in nvrtc.h.
+        // SAFETY: the caller promises that `T` is the function's type in nvrtc.h.
         unsafe { library.get::<T>(name) }.map(|symbol| *symbol)
     }
     // SAFETY: the types are those of nvrtc.h, unchanged since CUDA 11.1.
@@ -386,7 +386,7 @@ mod tests {
         assert_eq!(resources(""), ResourceUsage::default());
     }
 
-    /// A translation unit of its own.
+    /// A compilation job for an entry that needs no headers.
     fn job(entry: &str, image: ImageKind) -> KernelJob {
         let source = KernelSource::with(entry.to_owned(), Vec::new());
         KernelJob { kernel: "test", arch: "sm_90a".to_owned(), flags: Vec::new(), source, image }
@@ -432,7 +432,7 @@ mod tests {
             ("libother.so", false),
         ] {
             let folder = tempfile::tempdir().unwrap();
-            // Any library opens.
+            // Any library that the loader can open serves as a stand-in here.
             std::os::unix::fs::symlink(&nvrtc.path, folder.path().join(name)).unwrap();
             assert_eq!(builtins_beside(&folder.path().join("libnvrtc.so")).is_some(), found, "{name}");
         }

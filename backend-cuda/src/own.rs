@@ -37,7 +37,7 @@ pub struct OwnKernel {
 /// A tensor of four axes with the box that TMA copies; axis 0 is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorBox {
-    /// f16 or bf16.
+    /// Type of the tensor: f16 or bf16.
     pub dtype: DType,
     /// Address of the buffer on the device: a multiple of 16.
     pub address: u64,
@@ -80,7 +80,7 @@ impl OwnKernels {
     /// dynamic shared memory.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none; more shared memory than a CTA may have; what the driver said.
+    /// An error of the compiler, or no compiler; more shared memory than a CTA may have; an error of the driver.
     pub fn load(
         &self,
         name: &'static str,
@@ -113,7 +113,7 @@ impl OwnKernels {
         Ok(OwnKernel { kernel, threads, resources: compiled.resources })
     }
 
-    /// Tensor map of a tensor, as a parameter of the caller's kernel.
+    /// The tensor map of a tensor, to be passed as a parameter of the caller's kernel.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -130,7 +130,7 @@ impl OwnKernels {
     /// their types, and the kernel accesses only memory that lives until the launch has completed.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn launch(
         &self,
         kernel: &OwnKernel,

@@ -17,7 +17,7 @@ const NVRTC: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 /// A value of `FMHA_NVRTC` that is not UTF-8.
 pub(crate) fn nvrtc() -> Result<Vec<PathBuf>> {
     if let Some(path) = env::NVRTC.get()? {
-        // The user's word is not second-guessed.
+        // A path that the user has set is used without any check.
         return Ok(vec![PathBuf::from(path)]);
     }
     Ok(libraries(&NVRTC))
@@ -100,7 +100,7 @@ mod tests {
         assert!(!places.is_empty() && places.iter().all(|path| !path.as_os_str().is_empty()));
     }
 
-    /// Creates a file below `root`, with its folders.
+    /// Creates an empty file below `root`, together with its folders.
     fn put(root: &Path, name: &str) -> PathBuf {
         let path = root.join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();

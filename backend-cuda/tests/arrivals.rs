@@ -57,7 +57,8 @@ fn noise(device: &Device, seed: u64, rows: u32, heads: u32) -> DevBuffer {
     uploaded(device, bytemuck::cast_slice(&elems))
 }
 
-/// Runs a forward; returns O and LSE, and the flags afterwards. `None` for flags: all keys are there before.
+/// Runs a forward; returns O and LSE, and the flags afterwards. Without flags (`None`) all keys are in memory before
+/// the call.
 fn forward(device: &Device, flags: Option<([u32; 4], u64)>) -> ([Vec<u8>; 2], Vec<u32>) {
     let arrivals = if flags.is_some() { 3 } else { 0 };
     // Tile options prevent the plan without flags from splitting the keys of so few queries.

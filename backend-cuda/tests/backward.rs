@@ -26,7 +26,7 @@ fn problem(mask: &str, dims: Dims) -> BwdProblem {
     BwdProblem::new(FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()).write_lse(true))
 }
 
-/// Lengths of packed sequences and the gap behind each.
+/// Lengths of packed sequences, and the number of unused rows behind each.
 #[derive(Clone, Copy, Default)]
 struct Packed<'a> {
     lengths: &'a [(i32, i32)],
@@ -145,7 +145,7 @@ impl Host {
             buffer
         };
         let tensor = |elems: &[bf16]| up(bytemuck::cast_slice(elems));
-        // Outputs hold NaN before the call, so that an element that is not written shows.
+        // Outputs hold NaN before the call, so that elements that are not written are found.
         let nan = |elems: usize| up(bytemuck::cast_slice(&vec![before; elems]));
         let (q, k, v, o, dout) =
             (tensor(&self.q), tensor(&self.k), tensor(&self.v), tensor(&self.o), tensor(&self.dout));
@@ -237,7 +237,7 @@ const TILES: [&str; 4] = [
 
 #[test]
 fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
-    // Mask numbers with one or three bits set: so half of the masks run with each of `TILES`.
+    // This test runs masks whose number has one or three bits set: half of the masks run with each of `TILES`.
     keep_the_rule(|n| n.count_ones() % 2 == 1);
 }
 
@@ -326,7 +326,7 @@ fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
         let fwd = FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true);
         let host =
             Host::new(BwdProblem::new(fwd).dtype_grad(DType::F32), Packed { lengths }, |[q, k, _, _]| {
-                // Larger numbers make sums whose rounding depends on their order.
+                // Larger numbers give sums whose rounding depends on their order.
                 q.iter_mut().chain(k).for_each(|x| *x = bf16::from_f32(x.to_f32() * 3.0));
             });
         let options = PlanOptions::default().kernel("sm90").deterministic(true);

@@ -39,7 +39,7 @@ fn problem(seqlen_q: u32, seqlen_k: u32, heads: u32, heads_kv: u32, mask: MaskSp
     FwdProblem::batch(DType::Bf16, dims).mask(mask).write_lse(true)
 }
 
-/// Held to the reference in f64.
+/// Checks O and LSE against the reference in f64.
 fn passes(name: &str, problem: FwdProblem) {
     passes_with(name, problem, Lengths::default(), Plant::Nothing);
 }
@@ -163,7 +163,7 @@ fn o_of_8_bits_is_scaled_and_rounded_once() {
             };
             let fp8 = FwdProblem::batch(dtype_o, dims);
             let mut fp8 = fp8.clone().dtype_o(dtype_o).scale_o(true).mask(MaskSpec::CAUSAL);
-            // Rows whose stride is no multiple of 16 bytes are stored byte by byte.
+            // Rows whose stride is not a multiple of 16 bytes are stored byte by byte.
             fp8.strides.o.seq += i64::from(tokens == 40);
             passes(&format!("{tokens} x {keys}, {dim}, {dtype_o}"), fp8);
         }
@@ -174,7 +174,7 @@ fn filled(elems: u64, salt: u64) -> Vec<bf16> {
     (0..elems).map(|i| bf16::from_f64(((i * i * 37 + i * 11 + salt) % 101) as f64 / 50.0 - 1.0)).collect()
 }
 
-/// O and LSE of a call.
+/// O and LSE that the kernel computes for a call.
 fn attend(
     backend: &Device,
     problem: FwdProblem,
@@ -240,7 +240,7 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
     let invariant = sm100().batch_invariant(true);
-    // Keys are so many that one token's would be split, and with them those of every call.
+    // There are so many keys that those of one token would be split; then those of every call are.
     let part = u64::from(fmha_kernels_cuda::split::FIXED_KEYS.unsigned_abs());
     for (tokens, keys) in [(130, 520), (140, part + 72)] {
         let (heads, dim) = (2, 128);
@@ -266,7 +266,7 @@ fn wide(dtype: DType, dims: [u32; 2], seqlens: [u32; 2], mask: &str) -> FwdProbl
     FwdProblem::batch(dtype, dims).mask(mask.parse().unwrap()).write_lse(true).dtype_o(DType::Bf16)
 }
 
-/// The kernel with fields of its tile.
+/// Options for the kernel with these tile fields.
 fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
     sm100().tile(words.iter().copied())
 }
@@ -276,7 +276,7 @@ fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
 #[test]
 fn pairs_of_ctas_compute_as_one() {
     let Some(backend) = device() else { return };
-    // The kernel chooses pairs without a mask, and with many keys.
+    // The kernel uses pairs of CTAs only without a mask or with many keys.
     for (mask, keys, pairs) in
         [("0", 300, true), ("b", 300, false), ("b", 8192, true), ("b:100,0", 8192, false)]
     {
@@ -321,8 +321,8 @@ fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
     }
 }
 
-/// Strides that TMA does not support are copied by threads: FP8, both layouts of V, packed sequences whose keys
-/// begin anywhere.
+/// Threads copy operands whose strides TMA does not support: FP8, both layouts of V, packed sequences whose keys begin
+/// anywhere.
 #[test]
 fn strides_that_tma_does_not_take_are_copied() {
     for (dtype, dtype_v) in
@@ -366,9 +366,9 @@ fn packed_short_queries_are_read_in_parts() {
     }
 }
 
-/// Few tokens over pages. TMA reads boxes of one page, of several pages for a block, and of several blocks in a
-/// page; pages whose rows form no box, and column-major V, are copied by threads. Also groups whose heads do not
-/// divide 128, and more rows than one tile has.
+/// Few tokens over pages. TMA reads blocks within one page, blocks of several pages, and pages of several blocks; pages
+/// whose rows form no box, and column-major V, are copied by threads. Also groups whose heads do not divide 128, and
+/// more rows than one tile has.
 #[test]
 fn tokens_read_pages_by_boxes_and_by_copies() {
     let Some(backend) = device() else { return };

@@ -52,8 +52,8 @@ fn bundle(of: &Device) -> Bundle {
     Bundle::new("tables", kernels)
 }
 
-/// Kernels that a machine without a compiler lacks, the number of plans, and the number of plans with another
-/// tile than with a compiler.
+/// The number of kernels that a machine without a compiler lacks, the number of plans, and the number of plans that use
+/// another tile than with a compiler.
 #[derive(Default)]
 struct Found {
     lacking: BTreeSet<String>,
@@ -76,7 +76,7 @@ impl Found {
 #[test]
 fn a_bundle_serves_calls_of_any_sizes_without_a_compiler() {
     let folder = tempfile::tempdir().unwrap();
-    // SAFETY: this program's only test, before any other thread that reads the environment.
+    // SAFETY: this is the program's only test, and no other thread reads the environment yet.
     unsafe {
         std::env::set_var("FMHA_NVRTC", folder.path().join("none.so"));
         std::env::set_var("FMHA_CACHE_DIR", folder.path());

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use fmha_conformance::captured::{Gradients, run_16_bits, run_beside_intervals, run_f32};
 use fmha_core::{Device, PlanOptions};
 
-/// The emulated device, or why there is none.
+/// The emulated device; `None`, with a message, if there is no NVRTC.
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     let open = || match fmha_cuda::nvrtc::nvrtc() {
@@ -21,14 +21,14 @@ fn device() -> Option<&'static Device> {
     DEVICE.get_or_init(open).as_ref()
 }
 
-/// One check in `step`, of f32 operands.
+/// Runs every `step`-th check with f32 operands.
 fn simt(step: usize) {
     let Some(device) = device() else { return };
     let options = PlanOptions::default().kernel("simt").deterministic(true);
     run_f32(device, &options, Gradients::Captured, step).unwrap();
 }
 
-/// One check in `step`, of 16-bit operands.
+/// Runs every `step`-th check with 16-bit operands.
 fn tiles(kernel: &str, gradients: Gradients, step: usize) {
     let Some(device) = device() else { return };
     run_16_bits(device, &PlanOptions::default().kernel(kernel), gradients, step).unwrap();
@@ -46,7 +46,7 @@ fn sm80_computes_functions_and_gradients_of_what_they_capture() {
     run_beside_intervals(device, &PlanOptions::default().kernel("sm80")).unwrap();
 }
 
-/// The last are launches of `sm80`'s.
+/// The launches of captured tensors' gradients are those of `sm80`.
 #[test]
 fn sm90_computes_functions_and_gradients_of_what_they_capture() {
     tiles("sm90", Gradients::Captured, 13);

@@ -22,7 +22,7 @@ thread_local! {
 // SAFETY: the system's allocator, unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // The counter of a thread that is ending is already destroyed; its allocations are not counted.
+        // A thread that is ending has already destroyed its counter; its allocations are not counted.
         let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
         // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
@@ -37,7 +37,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The emulated device, or why there is none.
+/// The emulated device; `None`, with a message, if there is no NVRTC.
 fn device() -> Option<Device> {
     match fmha_cuda::nvrtc::nvrtc() {
         Ok(_) => Some(fmha_cuda::open(0, Some("sm_90a")).unwrap()),
@@ -133,7 +133,7 @@ fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     }
 }
 
-/// A plan reads each call's operands at their current addresses; tensor maps are only kept from call to call if no
+/// A plan reads each call's operands at their current addresses; the tensor maps of the last call are reused only if no
 /// operand has moved.
 #[test]
 fn a_plan_reads_each_call_where_it_lies_and_each_operand_by_itself() {
@@ -176,8 +176,8 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     call.plan.run(&mut args, &maker.default_stream()).unwrap();
 }
 
-/// Wrong offsets (decreasing, negative, beyond the tensors' rows) access nothing outside the tensors. Each tensor
-/// is an allocation of its own, and the device faults on an access outside all of them.
+/// Wrong offsets (decreasing, negative, beyond the tensors' rows) access nothing outside the tensors. Each tensor is an
+/// allocation of its own, and the emulated device reports an access outside all of them as a fault.
 #[test]
 fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() {
     let Some(backend) = device() else { return };
@@ -273,7 +273,7 @@ fn a_run_is_captured_and_replayed() {
 }
 
 /// One plan and one graph for all lengths up to the bound, 0 among them: parts of a fixed number of keys and equal
-/// shares of all, by `sm80` and by `sm90`. The call beside each replay walks each sequence's keys whole.
+/// shares of all keys, by `sm80` and by `sm90`. Each replay is compared with a call that does not split keys.
 #[test]
 fn a_graph_of_decoding_replays_with_any_lengths() {
     const BOUND: usize = 600;
@@ -318,12 +318,12 @@ fn a_graph_of_decoding_replays_with_any_lengths() {
         let mut state = 59u32;
         let mut drawn = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // One in four has no keys; the others' logarithms are about even.
+            // One length in four is 0; the logarithms of the others are about uniform.
             let longest = BOUND >> (state >> 28 & 7);
             if state >> 30 == 0 { 0 } else { 1 + (state >> 8) as usize % longest }
         };
         for replay in 0..8 {
-            // Lengths with all keys and with none among them.
+            // Among the replays are one with all keys and one with none.
             let lengths: [usize; 4] = match replay {
                 0 => [BOUND; 4],
                 1 => [0; 4],
@@ -352,7 +352,7 @@ fn a_graph_of_decoding_replays_with_any_lengths() {
     }
 }
 
-/// A replay would have the seed of the recording, and with it the keep mask.
+/// A replay would repeat the seed of the recording, and so its keep mask.
 #[test]
 fn a_call_that_drops_is_not_captured() {
     let Some(backend) = device() else { return };

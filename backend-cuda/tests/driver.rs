@@ -16,12 +16,12 @@ fn device() -> Device {
     fmha_cuda::open(0, Some("sm_90a")).unwrap()
 }
 
-/// A function of the driver that the backend has opened.
+/// Looks up a function of the driver that the backend has opened.
 ///
 /// # Safety
-/// `T` is its type in cuda.h.
+/// `T` is the function's type in cuda.h.
 unsafe fn driver<T>(name: &str) -> Symbol<T> {
-    // SAFETY: promised by the caller: `T` is its type in cuda.h.
+    // SAFETY: the caller promises that `T` is its type in cuda.h.
     unsafe { Library::this().get(name.as_bytes()) }.unwrap()
 }
 

@@ -1,6 +1,6 @@
-//! Launches of a run, on the test double of the driver. Tensors without rows launch no kernel without work;
-//! operands that the chosen kernel does not take launch the fallback. Needs NVRTC; without it a test prints
-//! `absent` and checks nothing.
+//! Launches of a run, on the test double of the driver. If a tensor has no rows, kernels without work are not launched;
+//! if the chosen kernel does not accept an operand's address, the fallback is launched. Needs NVRTC; without it a test
+//! prints `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -129,7 +129,7 @@ fn a_backward_launches_what_has_rows_to_work_on() {
         ("a bias", with_dbias(&of_lengths([16, 16], 2, "0")), 4, 4),
         // Without queries the main kernel writes dK and dV as zeros, and no launch finishes dQ.
         ("no queries", BwdProblem::new(of_lengths([0, 16], 1, "b")), 4, 1),
-        // Zeros for dQ alone.
+        // Without keys only dQ is written, as zeros.
         ("no keys", BwdProblem::new(of_lengths([16, 0], 1, "b")), 4, 3),
         ("no keys of a bias", with_dbias(&of_lengths([16, 0], 2, "0")), 4, 2),
     ] {
@@ -140,8 +140,8 @@ fn a_backward_launches_what_has_rows_to_work_on() {
     }
 }
 
-/// Operands at addresses that the chosen kernel does not accept are computed by the fallback, whose plan is equal
-/// except for the tile, which the fallback lacks.
+/// The fallback computes operands at addresses that the chosen kernel does not accept. Its plan is equal except for the
+/// tile, which the fallback lacks.
 #[test]
 fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
     let Some((backend, _turn)) = device() else { return };

@@ -24,7 +24,7 @@ fn pretend(arch: &str) -> Device {
 fn it_says_what_it_is_and_what_it_has() {
     let backend = pretend("sm_90a");
     assert_eq!((backend.kind(), backend.name()), ("cuda", "cuda (sm_90a, no device)"));
-    // Kernel names serve two operations each: `sm90`, `sm80` and `simt`.
+    // The kernel names `sm90`, `sm80` and `simt` each belong to two operations.
     let kernels = [
         "sm100",
         "sm90",
@@ -239,7 +239,7 @@ fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     assert_eq!(kernel(1, 1, 32768, &any.batch_invariant(true)), "sm90");
 }
 
-/// A promise that leaves only one tile shape needs no cost model, so other shapes get no price.
+/// A promise that leaves only one tile shape makes prices of other shapes unnecessary.
 #[test]
 fn shapes_that_a_promise_leaves_no_choice_of_are_not_priced() {
     let dims = Dims { seqlen_q: 300, seqlen_k: 300, num_heads_q: 8, num_heads_kv: 8, ..DIMS };

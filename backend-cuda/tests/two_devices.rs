@@ -39,7 +39,7 @@ fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
     for (at, buffer) in buffers.iter_mut().enumerate() {
         backends[at].memory().upload(&[at as u8 + 3; 64], buffer).unwrap();
     }
-    // The double's devices have no address in common, like the driver's unified addresses.
+    // The double's devices have no address in common, as with the driver's unified addressing.
     let mut bytes = [0u8; 64];
     assert!(backends[0].memory().download(&buffers[1], &mut bytes).is_err());
 

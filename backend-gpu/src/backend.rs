@@ -362,7 +362,7 @@ impl<V: Vendor> Backend<V> {
                     let code = module.origin.to_string();
                     (Ok(module), code)
                 }
-                // A plan for no device is a plan without a compiler too.
+                // A plan without a device may lack a compiler too.
                 Err(Error::NoDevice(text)) if self.driver().is_none() => {
                     let code = format!("none: {text}");
                     (Err(text), code)
@@ -391,8 +391,8 @@ impl<V: Vendor> Backend<V> {
         Ok((steps, explained))
     }
 
-    /// Loads the kernels of launches, whose sources it takes. Those that are to be compiled or found on disk are so
-    /// beside each other, in a thread each.
+    /// Loads the kernels of launches, and takes their sources out. Kernels that must be compiled or read from disk are
+    /// processed in parallel, one thread each.
     fn loaded(&self, launches: &mut [Launch]) -> Vec<Result<Arc<LoadedModule<V>>>> {
         let new = launches
             .iter()
@@ -411,7 +411,7 @@ impl<V: Vendor> Backend<V> {
                     let load = move || self.modules.load(kernel, source, bytes);
                     let thread =
                         std::thread::Builder::new().name(format!("fmha {kernel}")).spawn_scoped(scope, load);
-                    // Without a thread, for want of memory, the kernel is loaded in this one.
+                    // If no thread can be started, for lack of memory, the kernel is loaded in this thread.
                     thread.map_err(|_| self.modules.load(kernel, again, bytes))
                 })
                 .collect();
@@ -448,7 +448,7 @@ impl<V: Vendor> Backend<V> {
                 let options = options.clone().kernel(name).tile(tile);
                 match self.choose(problem, &options) {
                     Ok((other, _)) => add(other.launches.into_parts().0),
-                    // A plan whose promises this recipe does not keep has no tile of it.
+                    // This recipe cannot keep the plan's promises, so the plan does not use its tile.
                     Err(Error::Unsupported { .. }) => {}
                     Err(error) => return Err(error),
                 }

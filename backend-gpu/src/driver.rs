@@ -14,7 +14,7 @@ use crate::launches::Grid;
 /// Memory from [`alloc`](Self::alloc) belongs to the caller alone until it is freed, and lies on the device of the
 /// [`Queues`].
 pub unsafe trait Driver: Queues + 'static {
-    /// A loaded kernel; it is unloaded when it is dropped.
+    /// A loaded kernel, which is unloaded when it is dropped.
     type Kernel: Send + Sync;
 
     /// State that a recipe keeps for a step between calls: tensor maps, or nothing.
@@ -34,16 +34,16 @@ pub unsafe trait Driver: Queues + 'static {
         None
     }
 
-    /// Makes the device current in the calling thread.
+    /// Makes the device current in the calling thread until the result is dropped.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     fn enter(&self) -> Result<Self::Entered<'_>>;
 
     /// Allocates memory of at least one byte, aligned to 256 bytes at least.
     ///
     /// # Errors
-    /// What the driver said, with the size.
+    /// An error of the driver, with the size.
     fn alloc(&self, bytes: u64) -> Result<u64>;
 
     /// Frees memory. Errors are dropped: no caller is left to report them to.
@@ -58,7 +58,7 @@ pub unsafe trait Driver: Queues + 'static {
     /// `to .. to + bytes.len()` is device memory that no queued work uses.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()>;
 
     /// Allocates memory that ends or begins next to unmapped addresses, as
@@ -66,15 +66,15 @@ pub unsafe trait Driver: Queues + 'static {
     /// map any.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     fn alloc_at_edge(self: &Arc<Self>, _bytes: u64, _at_end: bool) -> Result<Option<DevBuffer>> {
         Ok(None)
     }
 
-    /// Puts a kernel named `entry` on the device, to be launched with `shared_bytes` of dynamic shared memory.
+    /// Loads the kernel named `entry` to the device. It will be launched with `shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
-    /// What the driver said of the image.
+    /// An error of the driver about the image.
     fn load(self: &Arc<Self>, image: &[u8], entry: &str, shared_bytes: u32) -> Result<Self::Kernel>;
 
     /// Queues a kernel; the calling thread has [entered](Self::enter) its device.
@@ -84,7 +84,7 @@ pub unsafe trait Driver: Queues + 'static {
     /// they name has the size that the kernel's contract asks for. The stream is live.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch(
         kernel: &Self::Kernel,
         grid: Grid,

@@ -60,7 +60,7 @@ impl Stage {
 pub struct Grid {
     /// Number of groups of threads that share memory; with 0 nothing is launched.
     pub groups: u32,
-    /// Threads of a group.
+    /// Number of threads of a group.
     pub threads: u32,
     /// Whether the grid may start before the previous one in the stream has ended; the kernel then waits for it
     /// (programmatic dependent launch).
@@ -86,7 +86,7 @@ pub struct Launch {
     pub source: KernelSource,
     /// Grid of the launch.
     pub grid: Grid,
-    /// Dynamic shared memory of a group.
+    /// Bytes of dynamic shared memory of a group.
     pub shared_bytes: u32,
     /// Number of work items, as in [`LaunchShape`](fmha_core::LaunchShape).
     pub tiles: u64,
@@ -136,7 +136,7 @@ impl Launches {
 }
 
 impl From<Launch> for Launches {
-    /// Launches of a plan that has only its main kernel.
+    /// Launches of a plan that consists of the main kernel alone.
     fn from(main: Launch) -> Self {
         Self::new([], main, [])
     }

@@ -1,7 +1,7 @@
 //! Code that all GPU backends of `fmha` share, for any vendor.
 //!
 //! ```text
-//!  Vendor        a vendor's seat: its driver, the facts of its devices, its recipes best first, its ranges
+//!  Vendor        what a vendor implements: its driver, the facts of its devices, its recipes best first, its ranges
 //!    Driver      allocate, copy, load, launch, enter; streams, events, graphs: all that calls the vendor's library
 //!    Toolchain   finds its compiler
 //!    Facts       what a choice depends on besides the problem

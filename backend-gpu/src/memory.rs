@@ -7,7 +7,7 @@ use fmha_core::{DevBuffer, DeviceMemory, MemorySpace, ProblemError, Result};
 
 use crate::driver::Driver;
 
-/// Memory of one device; without a device, if a backend only plans.
+/// Memory of one device; empty if a backend only plans and has no device.
 pub(crate) struct Memory<D> {
     pub(crate) driver: Option<Arc<D>>,
 }
@@ -43,7 +43,7 @@ impl<D: Driver> DeviceMemory for Memory<D> {
         let address = driver.alloc(bytes)?;
         // SAFETY: `alloc` gave the address out, and the buffer gives it back once.
         let free = Box::new(move |address: *mut u8| unsafe { driver.free(address as u64) });
-        // SAFETY: the driver gave this memory to us alone, until `free`.
+        // SAFETY: the driver gave this memory to this buffer alone, until `free`.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Device, address as *mut u8, bytes, free) })
     }
 

@@ -78,7 +78,8 @@ impl Range {
     /// Opens the range until the result is dropped.
     pub(crate) fn open(&self) -> Open {
         let functions = self.0.as_ref().map(|(functions, name)| {
-            // SAFETY: a text with its NUL; whoever gave the function promised what it does.
+            // SAFETY: the text ends with a NUL, and the creator of `functions` promised that `push` may be called with
+            // such a text.
             unsafe { (functions.push)(name.as_ptr()) };
             *functions
         });
@@ -120,7 +121,8 @@ mod tests {
     #[test]
     fn the_first_library_that_has_both_functions_serves() {
         let places = ["/nowhere/libranges.so.1", "libc.so.6"];
-        // A text to a number, and nothing to a number.
+        // These functions have the types of `push` and `pop`: one takes a text and returns a number, the other takes
+        // nothing.
         assert!(opens(&places, c"atoi", c"getpid"));
         assert!(!opens(&places, c"atoi", c"no_such_function") && !opens(&places, c"no_such", c"getpid"));
     }

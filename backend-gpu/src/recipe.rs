@@ -97,7 +97,7 @@ pub trait GpuProblem: Problem {
     /// As [`fmha_core::Launch::launch`]; the steps are those of these launches.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch_small<D: Driver>(_steps: &[Step<D>], _call: &Call<'_, Self>, _place: u64) -> Result<()> {
         Ok(())
     }
@@ -106,27 +106,27 @@ pub trait GpuProblem: Problem {
 /// An operand whose alignment may matter to a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operand {
-    /// Q.
+    /// Tensor Q of the call.
     Q,
-    /// K.
+    /// Tensor K of the call.
     K,
-    /// V.
+    /// Tensor V of the call.
     V,
     /// K of the second cache.
     SecondK,
     /// V of the second cache.
     SecondV,
-    /// O.
+    /// Tensor O of the call.
     O,
     /// The elementwise bias.
     Bias,
-    /// dO.
+    /// Tensor dO of the call.
     Dout,
-    /// dQ.
+    /// Tensor dQ of the call.
     Dq,
-    /// dK.
+    /// Tensor dK of the call.
     Dk,
-    /// dV.
+    /// Tensor dV of the call.
     Dv,
 }
 
@@ -341,7 +341,7 @@ pub struct About<P> {
 }
 
 impl<P> About<P> {
-    /// Facts of a kernel with this name, everything else off.
+    /// Facts of a kernel with this name; all optional features are off.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
         Self {
@@ -550,7 +550,7 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     /// entered the device.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, P>) -> Result<()>;
 }
 
@@ -599,10 +599,10 @@ impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
         self.about.name
     }
 
-    /// Takes the problem, or says why not.
+    /// Accepts the problem, or refuses it with a reason.
     ///
     /// # Errors
-    /// The field that it does not take, and its number.
+    /// The field that the kernel does not support, and its value.
     pub fn choose(
         &self,
         problem: &P,
@@ -682,9 +682,9 @@ impl<K> Choice<K> {
 
 /// Alternative for operands whose addresses a kernel does not accept.
 pub enum AnyAddress<P: GpuProblem, V: Vendor> {
-    /// The kernel takes operands at any address.
+    /// The kernel accepts operands at any address.
     Itself,
-    /// The slow kernel of the family.
+    /// The slow kernel of the operation computes such calls.
     Fallback,
     /// A kernel of the same name that loads and stores single elements.
     ByElement(Box<Choice<Planned<P, V>>>),

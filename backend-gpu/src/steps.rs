@@ -14,7 +14,7 @@ use crate::portable::tile_list::TileListPlan;
 use crate::ranges::Range;
 use crate::recipe::{GpuProblem, Planned, Vendor};
 
-/// One launch.
+/// One compiled launch of a plan.
 pub struct Step<D: Driver> {
     /// Purpose of the step in the plan.
     pub stage: Stage,
@@ -33,7 +33,7 @@ impl<D: Driver> Step<D> {
     /// As [`Driver::launch`].
     ///
     /// # Errors
-    /// What the driver said, or why there is no kernel.
+    /// An error of the driver, or the reason why there is no kernel.
     pub unsafe fn launch(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         let module = self.module.as_ref().map_err(|why| Error::NoDevice(why.clone()))?;
         if self.grid.groups == 0 {
@@ -60,7 +60,7 @@ impl<D: Driver> Steps<D> {
         Self { all, main, own }
     }
 
-    /// The kernel itself.
+    /// The step of the main kernel.
     #[must_use]
     pub fn main(&self) -> &Step<D> {
         &self.all[self.main]
@@ -72,7 +72,7 @@ impl<D: Driver> Steps<D> {
     /// As [`Driver::launch`], for each of them.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn launch_all(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         // SAFETY: the caller keeps the contract of `launch_all`.
         self.iter().try_for_each(|step| unsafe { step.launch(arguments, stream) })
@@ -104,7 +104,7 @@ pub(crate) struct Ready<P: GpuProblem, V: Vendor> {
 /// Compiled launches that write small outputs after the kernel; empty if none is written.
 pub(crate) struct Small<D: Driver> {
     pub(crate) steps: Vec<Step<D>>,
-    /// Where their part of the workspace begins.
+    /// Offset of their part of the workspace.
     pub(crate) place: u64,
 }
 
@@ -154,7 +154,7 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     }
 
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()> {
-        // Stays entered for the whole run: the driver calls of a recipe need the device too.
+        // The device stays entered for the whole run, since a recipe's driver calls need it too.
         let _entered = self.driver.as_ref().ok_or_else(only_plans)?.enter()?;
         let Ready { planned, steps, range } = match &self.fallback {
             Some(fallback) if self.chosen.planned.takes_addresses(call).is_err() => fallback,

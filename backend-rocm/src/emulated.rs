@@ -13,7 +13,7 @@ use crate::driver::{Driver, search};
 
 const HIP: Double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" };
 
-/// The double that this process runs on.
+/// Path of the test double that this process runs on.
 static DOUBLE: OnceLock<PathBuf> = OnceLock::new();
 
 /// Opens the `ordinal`-th of the double's devices with architecture `arch`.
@@ -43,7 +43,7 @@ pub(crate) fn open(arch: Arch, ordinal: usize) -> Result<Driver> {
 #[must_use]
 pub fn emulated_launches() -> Option<String> {
     let path = DOUBLE.get()?;
-    // SAFETY: the double is open already: this is one more handle of it.
+    // SAFETY: the double is open already, and this only adds a handle to it.
     let library = unsafe { Library::new(path) }.ok()?;
     // SAFETY: the double's own functions have these types.
     let (launches, forget) = unsafe {

@@ -68,7 +68,7 @@ fn backend(name: String, facts: DeviceFacts, driver: Option<Driver>) -> Result<D
     Ok(Device::new(backend))
 }
 
-/// The compiler that is installed: a clang or hipRTC.
+/// The compiler that is installed, a clang or hipRTC, once it has been searched for.
 #[derive(Default)]
 struct Installed(OnceLock<Compiler>);
 

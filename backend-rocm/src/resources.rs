@@ -7,17 +7,17 @@ use fmha_core::ResourceUsage;
 pub struct Resources {
     /// Vector registers per lane, accumulation registers included.
     pub vgprs: u64,
-    /// Accumulation registers.
+    /// Number of accumulation registers of the kernel.
     pub agprs: u64,
-    /// Scalar registers.
+    /// Number of scalar registers of the kernel.
     pub sgprs: u64,
     /// Vector registers that were spilled to memory.
     pub vgpr_spills: u64,
     /// Scalar registers that were spilled to lanes of vector registers.
     pub sgpr_spills: u64,
-    /// Bytes of LDS.
+    /// Bytes of LDS that the kernel uses.
     pub lds_bytes: u64,
-    /// Bytes a lane of private memory.
+    /// Bytes of private memory of each lane.
     pub scratch_bytes: u64,
 }
 
@@ -102,7 +102,7 @@ mod tests {
             (&[0xcc, 0xff], Some(255)),
             (&[0xcd, 0x12, 0x34], Some(0x1234)),
             (&[0xce, 0x12, 0x34, 0x56, 0x78], Some(0x1234_5678)),
-            // A negative number, an empty text and a number of eight bytes are no counts.
+            // None of these is a count: a negative number, an empty text, a number of eight bytes.
             (&[0xff], None),
             (&[0xa0], None),
             (&[0xcf, 0, 0, 0, 0, 0, 0, 0, 1], None),

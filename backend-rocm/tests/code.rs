@@ -17,7 +17,7 @@ fn device() -> Option<&'static Device> {
     DEVICE.get_or_init(open).as_ref()
 }
 
-/// One check in `step`, of f32 operands.
+/// Runs every `step`-th check with f32 operands.
 fn simt(step: usize) {
     let Some(device) = device() else { return };
     let options = PlanOptions::default().kernel("simt").deterministic(true);

@@ -10,14 +10,14 @@ use fmha_core::{Device, PlanOptions};
 
 mod support;
 
-/// The emulated device, or a word that it is absent.
+/// The emulated device; `None`, with a message, if there is no clang.
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     let open = || support::clang_is_there().then(|| fmha_rocm::open(0, Some("gfx1201")).unwrap());
     DEVICE.get_or_init(open).as_ref()
 }
 
-/// One check in `step`, of 16-bit operands, by kernels of tiles: nothing stands in for them.
+/// Runs every `step`-th check with 16-bit operands, on tiled kernels without a fallback.
 fn tiles(step: usize) {
     let Some(device) = device() else { return };
     run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Captured, step).unwrap();

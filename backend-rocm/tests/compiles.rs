@@ -189,7 +189,7 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
         all.push((format!("{fp8} cache/d{qk}x{v}"), quantised.clone()));
         all.push((format!("{fp8} cache with scales/d{qk}x{v}"), scaled(quantised)));
     }
-    // Rows that several waves share: latent rows, and separate K and V.
+    // The rows that follow are shared by several waves: latent rows, and separate K and V.
     let mut latent = paged(DType::Bf16, (576, 512));
     (latent.cache.v_in_k, latent.strides.v) = (true, latent.strides.k);
     all.push(("latent".to_owned(), latent.clone()));
@@ -204,7 +204,7 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
         all.push((format!("{fp8} cache/d{qk}x{v}"), quantised.clone()));
         all.push((format!("{fp8} cache with scales/d{qk}x{v}"), scaled(quantised)));
     }
-    // Lists of keys: latent rows and short ones, positions in pages and addresses.
+    // The problems have lists of keys: latent rows and short ones, positions in pages and addresses.
     for (qk, v) in [(576, 512), (512, 512), (128, 128), (256, 256), (33, 5)] {
         let mut problem = paged(DType::Bf16, (qk, v));
         if v == 512 {
@@ -384,7 +384,7 @@ fn no_product_spills(compiles: fn(usize, usize) -> bool) {
         for (problem, (name, mut bwd)) in backward_problems().into_iter().enumerate() {
             let has_lists = bwd.fwd.lists.is_some();
             if has_lists && arch.is_rdna() && bwd.fwd.dims.head_dim_qk > 256 {
-                // The kernel on WMMA refuses it beside latent rows.
+                // The kernel on WMMA refuses a soft-cap with latent rows.
                 bwd.fwd.score.softcap = None;
             }
             if !compiles(problem, at) {
@@ -510,7 +510,7 @@ fn no_masked_spills(compiles: fn(usize, usize) -> bool) {
 
 #[test]
 fn kernels_under_masks_as_data_compile_somewhere_without_spills() {
-    // Rows of 128, the widest of most calls, on one architecture of each family.
+    // Rows of 128 elements, the widest of most calls, are compiled for one architecture of each family.
     no_masked_spills(|problem, arch| problem == 2 && (arch == 1 || arch == 3));
 }
 

@@ -13,7 +13,7 @@ mod support;
 
 const DIMS: Dims = Dims::batch(1).seqlens(48, 80).heads(2, 1).head_dim(64);
 
-/// The emulated device, or a word that it is absent.
+/// The emulated device; `None`, with a message, if the emulator is absent.
 fn device(arch: &str) -> Option<Device> {
     if !support::clang_is_there() {
         return None;
@@ -150,7 +150,7 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let mut o = backend.memory().alloc(q.bytes()).unwrap();
     let zeros = vec![0u8; q.bytes() as usize];
     let lengths = |offsets: [i32; 3]| offsets.iter().flat_map(|at| at.to_le_bytes()).collect::<Vec<u8>>();
-    // Sequences of 40 and 8 queries, then of 3 and 45.
+    // The first lengths are 40 and 8 queries, the second 3 and 45.
     let times = [(lengths([0, 40, 48]), lengths([0, 70, 80])), (lengths([0, 3, 48]), lengths([0, 11, 80]))];
     let (mut cu_q, mut cu_k) = (upload(&backend, &times[0].0), upload(&backend, &times[0].1));
     let run = |o: &mut DevBuffer, cu_q: &DevBuffer, cu_k: &DevBuffer, stream: &Stream| {
@@ -252,7 +252,7 @@ fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
             let problem = problem.validate().unwrap();
             let o: Vec<Vec<u8>> = (0..3).map(|n| numbers(dtype, rows.num_elems() as usize, 7 + n)).collect();
             let mut lse: Vec<Vec<u8>> = (0..3).map(|n| numbers(DType::F32, 30, 70 + n)).collect();
-            // The second part saw nothing, and row 3 no part at all.
+            // No row sees a key of the second part, and row 3 sees none of any part.
             for elem in lse[1].chunks_exact_mut(4) {
                 DType::F32.write(f64::NEG_INFINITY, elem);
             }

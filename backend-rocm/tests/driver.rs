@@ -23,7 +23,7 @@ fn device(arch: &str) -> Option<Device> {
 /// The emulator's library, opened from the path that the backends use.
 fn library() -> Library {
     let double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" };
-    // SAFETY: it is open already, so nothing runs.
+    // SAFETY: the library is open already, so none of its initialisers run.
     unsafe { Library::new(double.find().unwrap()) }.unwrap()
 }
 
@@ -40,7 +40,7 @@ fn current(hip: &Library) -> c_int {
 fn set_current(hip: &Library, device: c_int) {
     // SAFETY: the type is HIP's.
     let set: Symbol<'_, unsafe extern "C" fn(c_int) -> c_int> = unsafe { hip.get(b"hipSetDevice") }.unwrap();
-    // SAFETY: it takes any number.
+    // SAFETY: the function accepts any number.
     assert_eq!(unsafe { set(device) }, 0);
 }
 

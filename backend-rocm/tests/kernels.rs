@@ -32,7 +32,7 @@ fn kernel(problem: &FwdProblem) -> String {
 /// Lengths around each threshold at which some tile changes, and beyond.
 const LENGTHS: [u32; 9] = [1, 64, 65, 128, 129, 256, 257, 1000, 10000];
 
-/// Name, problem.
+/// Calls as (name, problem).
 type Calls = Vec<(&'static str, FwdProblem)>;
 
 /// Changes of run-time numbers, on which the main loop does not depend: as compile-time facts each would multiply
@@ -72,7 +72,8 @@ fn what_the_main_loop_does_not_meet_asks_for_no_other_kernel() {
     }
 }
 
-/// Modified scores: a soft-cap, any bias of any type, slopes, under every mask.
+/// All score modifiers share a kernel, under every mask: a soft-cap, any bias of any type, slopes. Dropout has another
+/// kernel.
 #[test]
 fn all_modifiers_of_scores_share_a_kernel_and_dropout_has_another() {
     let bias = |dtype| {
@@ -129,8 +130,8 @@ fn products(problem: BwdProblem) -> Vec<String> {
     entries.filter(|entry| entry.contains("kTile")).collect()
 }
 
-/// Features that the backward's products do not use need no other kernel. Tests the products alone, without the
-/// launches before and after, which work row by row.
+/// Features that the products of the backward do not use need no other kernel. Only the products are tested, without
+/// the row launches before and after them.
 #[test]
 fn what_the_backwards_products_do_not_meet_asks_for_no_other_kernels() {
     for mask in ["0", "b"] {

@@ -7,7 +7,7 @@ mod support;
 #[path = "support/modelled.rs"]
 mod table;
 
-/// Without the rows of f16: their kernels differ from bf16's in the products' mnemonic and in conversions.
+/// Rows of f16 are left out: their kernels differ from bf16's only in the products' mnemonic and in conversions.
 #[test]
 fn the_committed_table_of_modelled_figures_is_current() {
     rows_are_current(|dtype| dtype != DType::F16);

@@ -19,7 +19,7 @@ fn without_a_device_the_driver_has_its_say_and_without_a_driver_every_name_tried
         }
         assert!(text.contains("/opt/rocm/lib/libamdhip64.so"), "{text}");
     } else {
-        // HIP, "hipErrorNoDevice": 100; a runtime that finds no driver at all says 101 or 3.
+        // HIP documents hipErrorNoDevice as 100; a runtime that finds no driver at all returns 101 or 3.
         assert!(text.contains("hipInit") || text.contains("hipGetDeviceCount"), "no call is named: {text}");
         assert!(text.chars().any(|c| c.is_ascii_digit()), "no code: {text}");
         println!("the driver says: {text}");

@@ -23,7 +23,7 @@ fn backward() -> ValidBwd {
     BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS)).validate().unwrap()
 }
 
-/// 1200 elements.
+/// A merge of partial results of 1200 elements.
 fn combine() -> ValidCombine {
     let rows = Shape { batch: 2, seq: 5, head: 3, dim: 40 };
     CombineProblem::new(3, DType::F16, DType::F16, rows).validate().unwrap()
@@ -72,11 +72,11 @@ fn a_process_that_plans_forward() {
         "arch: gfx942",
         "tile: block_m 256 block_n 64",
         "tile from: the table",
-        // Two tiles of 256 for 300 queries, of four heads and two sequences.
+        // There are two tiles of 256 for 300 queries, in each of four heads and two sequences.
         "order: single (all fit the device at once)",
         "loads: Chunks",
         "stores: Vector",
-        // LDS: two stages of 64 rows of K and of V, each row of 128 elements of two bytes.
+        // LDS has two stages of 64 rows of K and of V, each row of 128 elements of two bytes.
         "lds: 65536 bytes",
         "matrix type: bf16 x bf16, then bf16",
     ];
@@ -119,7 +119,7 @@ fn a_process_that_plans_forward() {
     assert_eq!((slow.kernel(), slow.is_fallback()), ("simt", true));
     assert_eq!(details(&slow), ["arch: gfx942", "tile: a wave to a row, 64 keys at a time"]);
     assert_eq!(slow.refusals(), f32_is_none);
-    // 2 x 4 x 300 rows, four a workgroup.
+    // There are 2 x 4 x 300 rows, four in each workgroup.
     assert_eq!(slow.explain().launch, Some(launch(600, 256)));
     let named = plan(DType::Bf16, &asking("simt")).unwrap();
     assert_eq!((named.kernel(), named.is_fallback(), named.refusals()), ("simt", true, &[][..]));
@@ -184,7 +184,7 @@ fn a_process_that_plans_backward_and_combine() {
     let plan = backend.plan_bwd(&backward(), &slow_too).unwrap();
     assert_eq!((plan.kernel(), plan.is_fallback()), ("simt", true));
     assert_eq!(plan.details(), [arch.clone(), ("tile", "a wave to a row, 64 pairs at a time".to_owned())]);
-    // Rows of the launches: 2400 of queries, then 2000 of keys.
+    // The launches have 2400 rows of queries, then 2000 rows of keys.
     assert_eq!(steps(&plan), [of("simt_bwd_stats", 600, 256), of("simt", 1100, 256)]);
     // Workspace: 256 bytes, then three f32 for each query row (LSE, delta, its scores' origin), each array rounded
     // up to 256 bytes.
@@ -227,7 +227,7 @@ fn a_process_that_plans_backward_and_combine() {
     assert_eq!(refusals(backend.plan_combine(&combine(), &asking("simt"))), [unknown]);
 }
 
-/// Latent rows of 128 heads over lists.
+/// A problem with latent rows of 128 heads over lists.
 fn lists() -> FwdProblem {
     let dims = Dims { num_heads_q: 128, num_heads_kv: 1, head_dim_qk: 576, head_dim_v: 512, ..DIMS };
     let mut problem = FwdProblem::batch(DType::Bf16, dims);
@@ -348,7 +348,8 @@ fn rdna_sums_gradients_on_wmma() {
     let tiles = "rdna_bwd_dq 128 x 32, 1 stages, 27648 bytes of lds; \
                  rdna_bwd_dkdv 128 x 32, 1 stages, 38144 bytes of lds";
     assert_eq!(plan.details()[1], ("tile", tiles.to_owned()));
-    // Three blocks of 128 queries of 8 heads, four of keys of 4; eight waves of 16 rows.
+    // There are three blocks of 128 queries in 8 heads and four blocks of keys in 4 heads; a workgroup has eight waves
+    // of 16 rows.
     let launches: Vec<_> = plan
         .steps()
         .iter()

@@ -1,5 +1,5 @@
-//! The shared library's soname. A struct's size is part of each call, so a library of another minor version refuses it:
-//! before 1.0 the soname has major and minor, as Cargo's own idea of compatible versions has.
+//! The shared library's soname. A struct's size is part of each call, so a library of another minor version refuses it.
+//! Before 1.0 the soname therefore has the major and the minor version, as Cargo's rule of compatible versions does.
 //!
 //! By `rustc-link-arg`: `rustc-cdylib-link-arg` would reach every shared library that is built on this crate.
 

@@ -37,7 +37,7 @@
 // The running maximum of a row may lag by a bounded factor: the default.
 #define FMHA_FAST 0
 
-// The true running maximum is subtracted, or a refusal.
+// The true running maximum is subtracted; a kernel that cannot do so refuses.
 #define FMHA_EXACT 1
 
 // Partial results are weighted by their LSE: the default.
@@ -78,25 +78,25 @@
 // The scale of a tensor is written: its largest magnitude / 2688.
 #define FMHA_SCALE_WRITTEN 2
 
-// No bias.
+// A call without a bias.
 #define FMHA_BIAS_NONE 0
 
-// A bias [batch, num_heads_q, seqlen_q, seqlen_k] of numbers.
+// An elementwise bias [batch, num_heads_q, seqlen_q, seqlen_k].
 #define FMHA_BIAS_ELEMENTWISE 1
 
-// ALiBi with slopes [num_heads_q].
+// An ALiBi bias with slopes [num_heads_q].
 #define FMHA_BIAS_ALIBI 2
 
-// ALiBi with slopes [batch, num_heads_q].
+// An ALiBi bias with slopes [batch, num_heads_q].
 #define FMHA_BIAS_ALIBI_PER_BATCH 3
 
-// No factor: 1.
+// An FP8 tensor without a factor, as if the factor were 1.
 #define FMHA_DESCALE_NONE 0
 
-// A factor for each sequence and kv head, f32 [batch, num_heads_kv].
+// One factor for each sequence and kv head, f32 [batch, num_heads_kv].
 #define FMHA_DESCALE_PER_KV_HEAD 1
 
-// One factor, f32 [1].
+// One factor for the whole tensor, f32 [1].
 #define FMHA_DESCALE_PER_TENSOR 2
 
 // Every list has topk entries.
@@ -154,13 +154,13 @@ typedef struct FmhaStrides {
   int64_t seqlen_stride;
   // Stride from head to head.
   int64_t head_stride;
-  // Stride from element to element of a row: 1, but for a column-major V.
+  // Stride from one element of a row to the next: 1, except for a column-major V.
   int64_t dim_stride;
 } FmhaStrides;
 
 // The gradients of a call, for backward. Set everything to 0 first, then what is wanted.
 typedef struct FmhaGradients {
-  // sizeof(FmhaGradients).
+  // Size of this struct in bytes: sizeof(FmhaGradients).
   uint64_t struct_bytes;
   // Gradient of O, shape and type of O.
   struct FmhaStrides dout;
@@ -183,19 +183,19 @@ typedef struct FmhaGradients {
   int32_t write_dsink;
   // 1: LSE has a gradient, which is read; else 0.
   int32_t has_dlse;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaGradients;
 
 // Use of a KV cache beside reading it: append, rotary embedding, quantised types, tree mask. Set everything
 // to 0 first, then the fields that you use.
 typedef struct FmhaCache {
-  // sizeof(FmhaCache).
+  // Size of this struct in bytes: sizeof(FmhaCache).
   uint64_t struct_bytes;
-  // New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
-  // the longest; 0: none.
+  // Number of new rows of a sequence, which are written to K and V from row seqused_k[b] on before attention reads
+  // them; packed: of the longest sequence; 0: none.
   int64_t seqlen_new;
-  // Rows of rotary_cos and rotary_sin; 0: no rotary embedding.
+  // Number of rows of rotary_cos and rotary_sin; 0: no rotary embedding.
   int64_t max_pos;
   // New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
   struct FmhaStrides k_new;
@@ -207,7 +207,7 @@ typedef struct FmhaCache {
   struct FmhaStrides k_scale;
   // Scales of V, as k_scale.
   struct FmhaStrides v_scale;
-  // Rows that share a scale, beside dtype_cache: 1: a scale for each token and head; 0: no scales by rows.
+  // Number of rows that share a scale, with dtype_cache; 1: each token and head has a scale; 0: rows have no scales.
   int64_t scale_block;
   // 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
   int32_t packed_new;
@@ -230,18 +230,18 @@ typedef struct FmhaCache {
   int32_t cache_rows;
 } FmhaCache;
 
-// Place of a call within a larger one that it is a part of: its first query, key, sequence and head. Mask,
-// ALiBi and dropout see positions of the whole, so a part computes the same as inside of the whole; bias and
-// keep mask are the call's own.
+// Position of a call in a larger whole of which it is a part: its first query, key, sequence and head. Mask, ALiBi and
+// dropout use positions of the whole, so a part has the same results as inside the whole. The bias and the keep mask
+// cover only the call.
 typedef struct FmhaPart {
-  // sizeof(FmhaPart).
+  // Size of this struct in bytes: sizeof(FmhaPart).
   uint64_t struct_bytes;
   // Position in the whole of the call's first query; one number for all sequences.
   int64_t position_q;
   // Position in the whole of the call's first key; one number for all sequences.
   int64_t position_k;
-  // Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
-  // whole ends where the part does.
+  // Number of queries of each whole sequence, for the diagonal of a bottom-right mask; with 0 (and seqlen_k 0) the
+  // whole ends where the part ends.
   int64_t seqlen_q;
   // Number of keys of each whole sequence, as seqlen_q is that of its queries.
   int64_t seqlen_k;
@@ -249,26 +249,27 @@ typedef struct FmhaPart {
   int64_t batch;
   // Index of the first query head, for dropout.
   int64_t head;
-  // Query heads of the whole, for dropout; 0: as many as the call has.
+  // Number of query heads of the whole, for dropout; 0: as many as the call has.
   int64_t num_heads_q;
 } FmhaPart;
 
-// A tensor or a number that a score or a mask captures. Which of both it is, and what its elements are, is said
-// where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]". A number has a name alone.
+// A tensor or a number that a score or a mask captures. The declaration of its name in the text says which of the two
+// it is, and the type of its elements: "slopes: f32[_]; cap: float; s + cap * slopes[h]". For a number, only the name
+// is set.
 typedef struct FmhaCaptured {
-  // Host memory: the name in the texts.
+  // Name of the tensor or number in the texts, in host memory.
   const char *name;
   // Extents of a tensor: the first num_dims of them are used, each 1 or more.
   int64_t shape[FMHA_MAX_RANK];
-  // Elements from an index of an axis to the next: 0 or more each.
+  // Stride of each axis in elements, 0 or more.
   int64_t strides[FMHA_MAX_RANK];
-  // A tensor's axes: 0 to FMHA_MAX_RANK; of a number 0.
+  // Number of a tensor's axes, 0 to FMHA_MAX_RANK; 0 for a number.
   int32_t num_dims;
   // Type of the gradient: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
   int32_t dtype_grad;
-  // Backward: 1: the gradient of a tensor of floats is written; else 0.
+  // 1: in a backward call, the gradient of a captured float tensor is written; else 0.
   int32_t write_grad;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaCaptured;
 
@@ -277,7 +278,7 @@ typedef struct FmhaCaptured {
 // is captured by name. Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin
 // cos tanh erf sigmoid relu sqrt rsqrt min max pow clamp select, and the casts float int bool.
 typedef struct FmhaCode {
-  // sizeof(FmhaCode).
+  // Size of this struct in bytes: sizeof(FmhaCode).
   uint64_t struct_bytes;
   // Host memory: an expression that replaces the scaled score, before soft-cap and bias: "s + 0.5 * (k - q)";
   // null: the score is unchanged.
@@ -295,11 +296,11 @@ typedef struct FmhaCode {
 // Lists of keys in place of all keys, for models that are trained sparse: a query token sees the keys that its list
 // names, for each kv head, and no others. A key that a list names twice counts twice. Set everything to 0 first.
 typedef struct FmhaLists {
-  // sizeof(FmhaLists).
+  // Size of this struct in bytes: sizeof(FmhaLists).
   uint64_t struct_bytes;
-  // Entries of each token's list of keys.
+  // Number of entries of each token's list of keys.
   int64_t topk;
-  // Elements of the indices from sequence to sequence; packed: not used.
+  // Stride of the indices from one sequence to the next; packed: not used.
   int64_t batch_stride;
   // Stride from one token's list to the next.
   int64_t seqlen_stride;
@@ -310,7 +311,7 @@ typedef struct FmhaLists {
   // 1: list entries are addresses page * page_size + offset in the pages of K and V, and there is no
   // block_table; else 0.
   int32_t addresses;
-  // Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
+  // Number of keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: one key.
   int32_t block;
   // 1: LSE is over the keys alone and excludes the sink; else 0.
   int32_t lse_without_sink;
@@ -320,7 +321,7 @@ typedef struct FmhaLists {
 // batch_stride of 0 is one mask for all sequences; packed intervals and bits have no batch axis. Set everything
 // to 0 first, then what is wanted.
 typedef struct FmhaMasks {
-  // sizeof(FmhaMasks).
+  // Size of this struct in bytes: sizeof(FmhaMasks).
   uint64_t struct_bytes;
   // Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
   // seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
@@ -329,35 +330,35 @@ typedef struct FmhaMasks {
   // Words [batch or 1, heads, seqlen_q, ceil(seqlen_k / 32)], packed [heads, total_q, ceil(seqlen_k /
   // 32)]: bit j % 32 of word j / 32, from the least, is 1 where key j is seen.
   struct FmhaStrides mask_bits;
-  // Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list whose blocks the other masks cut;
-  // seqlen_stride is from block to block.
+  // Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list of partly visible blocks, in which the other
+  // masks decide; seqlen_stride is from one block to the next.
   struct FmhaStrides kv_num_blocks;
-  // Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
-  // from index to index. Those past the count are not read.
+  // Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is from index to
+  // index. Indices past the count are not read.
   struct FmhaStrides kv_indices;
-  // Counts of the list of blocks of which every key is visible, within lengths and FmhaProblem.mask.
+  // Counts of the list of fully visible blocks: every key in them is visible, within lengths and FmhaProblem.mask.
   struct FmhaStrides full_kv_num_blocks;
   // Indices of the list of full blocks, [.., full_max_blocks].
   struct FmhaStrides full_kv_indices;
-  // Endpoints of a query, an even number; 0: no intervals.
+  // Number of endpoints of a query, which is even; 0: no intervals.
   int64_t endpoints;
-  // Heads of the intervals: 1, num_heads_kv or num_heads_q; 0 where there are none.
+  // Number of heads that have intervals of their own: 1, num_heads_kv or num_heads_q; 0 without intervals.
   int64_t intervals_heads;
-  // Heads of the bits, likewise; 0: no bits.
+  // Number of heads that have bits of their own: 1, num_heads_kv or num_heads_q; 0: no bits.
   int64_t mask_bits_heads;
-  // Heads that have lists of blocks of their own: 1 or num_heads_q; 0: no lists.
+  // Number of heads that have lists of blocks of their own: 1 or num_heads_q; 0: no lists.
   int64_t lists_heads;
-  // Queries of a block of the lists; 0 where there are no lists.
+  // Number of queries of a block of the lists; 0 without lists.
   int64_t block_q;
-  // Keys of a block of the lists; 0 where there are no lists.
+  // Number of keys of a block of the lists; 0 without lists.
   int64_t block_k;
-  // Indices that a row of kv_indices has room for.
+  // Capacity of a row of kv_indices.
   int64_t max_blocks;
-  // Indices that a row of full_kv_indices has room for.
+  // Capacity of a row of full_kv_indices.
   int64_t full_max_blocks;
-  // 1: there are kv_num_blocks and kv_indices; else 0.
+  // 1: kv_num_blocks and kv_indices are given; else 0.
   int32_t partial;
-  // 1: there are full_kv_num_blocks and full_kv_indices; else 0.
+  // 1: full_kv_num_blocks and full_kv_indices are given; else 0.
   int32_t full;
 } FmhaMasks;
 
@@ -365,10 +366,9 @@ typedef struct FmhaMasks {
 // values, FMHA_BF16 or FMHA_F32, and descales the scales of whole tensors. NVFP4 tensors count pairs along their axis
 // of stride 1. Set everything to 0 first, then what is wanted.
 typedef struct FmhaBlockScales {
-  // sizeof(FmhaBlockScales).
+  // Size of this struct in bytes: sizeof(FmhaBlockScales).
   uint64_t struct_bytes;
-  // Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: a byte each, as are all
-  // scales.
+  // Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: each scale is one byte.
   struct FmhaStrides q;
   // K's scales [batch, seqlen_k, num_heads_kv, ceil(head_dim_qk / block)], paged as K.
   struct FmhaStrides k;
@@ -376,19 +376,20 @@ typedef struct FmhaBlockScales {
   struct FmhaStrides v;
   // FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
   int32_t format;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaBlockScales;
 
 // A second cache of keys and values in the softmax of a call: a row's probabilities sum to 1 over the keys that it
-// sees of both. Types, heads and head dimensions are the problem's; FmhaProblem.mask is over the first's keys alone.
-// It is seen whole, by its lists or by its intervals. Set everything to 0 first, then what is wanted.
+// sees of both. Types, heads and head dimensions are the problem's; FmhaProblem.mask applies to the keys of the first
+// cache alone. A row sees all keys of the second cache, or those that its lists or its intervals show. Set everything
+// to 0 first, then what is wanted.
 typedef struct FmhaSecond {
-  // sizeof(FmhaSecond).
+  // Size of this struct in bytes: sizeof(FmhaSecond).
   uint64_t struct_bytes;
-  // Keys of a sequence; packed or paged: of the longest.
+  // Number of keys of a sequence; packed or paged: of the longest sequence.
   int64_t seqlen_k;
-  // Rows of a page; 0: K and V of the second cache are not paged.
+  // Number of rows of a page; 0: K and V of the second cache are not paged.
   int64_t page_size;
   // K of the second cache, shaped as FmhaProblem.k.
   struct FmhaStrides k;
@@ -396,7 +397,7 @@ typedef struct FmhaSecond {
   struct FmhaStrides v;
   // Lists of keys of the second cache, with lse_without_sink 0; null: no lists.
   const struct FmhaLists *lists;
-  // Masks of the second cache, of which intervals alone may be set; null: none.
+  // Masks of the second cache, of which only intervals may be set; null: none.
   const struct FmhaMasks *masks;
   // 1: K and V of the second cache are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else
   // 0.
@@ -405,30 +406,30 @@ typedef struct FmhaSecond {
   int32_t seqused_k;
   // 1: LSE is over the keys alone and excludes the sink; else 0.
   int32_t lse_without_sink;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaSecond;
 
-// All that a plan is made of. Set everything to 0 first, then what is wanted. Every pointer is to host memory,
-// which nobody reads after the plan is made.
+// Describes a call for `fmha_plan`: sizes, types, strides and options. Set everything to 0 first, then what is wanted.
+// Every pointer points to host memory, which is not read any more after the plan is made.
 typedef struct FmhaProblem {
   // sizeof(FmhaProblem). A library that was built with another size of this struct refuses the problem.
   uint64_t struct_bytes;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
-  // Queries of a sequence; packed: of the longest.
+  // Number of queries of a sequence; packed: of the longest sequence.
   int64_t seqlen_q;
-  // Keys of a sequence; packed: of the longest.
+  // Number of keys of a sequence; packed: of the longest sequence.
   int64_t seqlen_k;
-  // Query heads, a multiple of num_heads_kv.
+  // Number of query heads, a multiple of num_heads_kv.
   int64_t num_heads_q;
-  // Key and value heads.
+  // Number of key and value heads.
   int64_t num_heads_kv;
-  // Elements of a row of Q and K.
+  // Number of elements of a row of Q and K.
   int64_t head_dim_qk;
-  // Elements of a row of V and O.
+  // Number of elements of a row of V and O.
   int64_t head_dim_v;
-  // Rows of a page; 0: K and V are not paged.
+  // Number of rows of a page; 0: K and V are not paged.
   int64_t page_size;
   // Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
   struct FmhaStrides q;
@@ -443,28 +444,28 @@ typedef struct FmhaProblem {
   // query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences,
   // a head_stride of 0 one for all heads. Read with FMHA_BIAS_ELEMENTWISE.
   struct FmhaStrides bias;
-  // "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
+  // Text of the mask: "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
   // unbounded), "g:y,x" (generic coordinates); null: none.
   const char *mask;
   // Factor of Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
   const float *softmax_scale;
   // Cap of the scores, softcap * tanh(score / softcap); null: none.
   const float *softcap;
-  // Null: forward; else backward.
+  // Gradients of a backward call; null: the call is a forward call.
   const struct FmhaGradients *gradients;
   // How the call updates and reads its KV cache; null: it only reads K and V.
   const struct FmhaCache *cache;
-  // Null: the call is whole.
+  // Position of the call in a whole of which it is a part; null: the call is the whole.
   const struct FmhaPart *part;
-  // Null: no score function and no mask function.
+  // Score and mask functions; null: there are none.
   const struct FmhaCode *code;
   // Lists of keys; null: every query sees the keys of its sequence that the mask leaves visible.
   const struct FmhaLists *lists;
-  // Null: no masks as data (intervals, bits, lists of blocks).
+  // Masks as data (intervals, bits, lists of blocks); null: there are none.
   const struct FmhaMasks *masks;
-  // Null: Q, K and V have no scales by blocks.
+  // Scales by blocks of Q, K and V; null: they have none.
   const struct FmhaBlockScales *block_scales;
-  // Null: keys are of one cache.
+  // A second cache of keys and values; null: there is only one.
   const struct FmhaSecond *second;
   // Probability that an element of P is dropped.
   float p_drop;
@@ -474,11 +475,11 @@ typedef struct FmhaProblem {
   int32_t dtype_v;
   // Type of O.
   int32_t dtype_o;
-  // Type of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
+  // Type of the bias: FMHA_F32 or the inputs' 16-bit type; 0 without a bias.
   int32_t dtype_bias;
-  // FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
+  // Storage order of V: FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
   int32_t v_layout;
-  // FMHA_BIAS_NONE, FMHA_BIAS_ELEMENTWISE, FMHA_BIAS_ALIBI or FMHA_BIAS_ALIBI_PER_BATCH.
+  // Kind of the bias: FMHA_BIAS_NONE, FMHA_BIAS_ELEMENTWISE, FMHA_BIAS_ALIBI or FMHA_BIAS_ALIBI_PER_BATCH.
   int32_t bias_kind;
   // 1: Q and O are packed, and sequences begin where cu_seqlens_q says; else 0.
   int32_t packed_q;
@@ -508,42 +509,43 @@ typedef struct FmhaProblem {
   int32_t head_max;
   // Forward: 1: key_sum is written; else 0.
   int32_t key_sum;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaProblem;
 
-// How to choose a kernel. Null instead of it, and 0 in every field, is the default.
+// Options for the choice of a kernel. A null pointer to it means the same as 0 in every field: the default.
 typedef struct FmhaOptions {
-  // sizeof(FmhaOptions).
+  // Size of this struct in bytes: sizeof(FmhaOptions).
   uint64_t struct_bytes;
   // Name of the kernel to use, or to be refused; null: the backend's choice.
   const char *kernel;
-  // The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
+  // Fields of the kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own choice.
   const char *tile;
-  // 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
+  // 1: a kernel that is correct but slow may be used if no fast kernel supports the problem; 0: the plan is refused
+  // instead.
   int32_t allow_fallback;
-  // FMHA_FAST or FMHA_EXACT.
+  // How the running maximum is kept: FMHA_FAST or FMHA_EXACT.
   int32_t accuracy;
   // 1: every run gives the same bits, or the plan is refused. Forward and combine always do.
   int32_t deterministic;
   // 1: the bits of a sequence's results depend on its own lengths and contents alone, or the plan is refused.
   int32_t batch_invariant;
-  // 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
-  // their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
+  // 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave their tensor. 0:
+  // such offsets give wrong outputs, but access nothing outside the tensors.
   int32_t check_lengths;
-  // 1: the plan allocates no scratch, and each run brings its own in FmhaArgs.workspace; runs of one plan may then
-  // overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
+  // 1: the plan allocates no scratch memory, and each run passes its own in FmhaArgs.workspace; runs of one plan may
+  // then overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
   int32_t caller_workspace;
   // 1: the bits of a query row's results depend on that row and the keys that it sees alone, in training,
   // prefill and decoding, or the plan is refused.
   int32_t row_invariant;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaOptions;
 
 // The second cache of a run. Set everything to 0 first, then what FmhaSecond has.
 typedef struct FmhaSecondArgs {
-  // sizeof(FmhaSecondArgs).
+  // Size of this struct in bytes: sizeof(FmhaSecondArgs).
   uint64_t struct_bytes;
   // Read: K of the second cache.
   const void *k;
@@ -561,7 +563,7 @@ typedef struct FmhaSecondArgs {
   const int32_t *topk_length;
   // Read: endpoints of the intervals of keys of the second cache, i32.
   const int32_t *intervals;
-  // Packed: rows of K and V of the second cache, all sequences together; else 0.
+  // Packed: number of rows of K and V of the second cache, all sequences together; else 0.
   int64_t total_k;
   // Paged: number of pages of K and V of the second cache, used or not; else 0.
   int64_t num_pages;
@@ -569,24 +571,24 @@ typedef struct FmhaSecondArgs {
   int64_t max_pages;
 } FmhaSecondArgs;
 
-// A tensor or number that a score or mask function captures, as a run has it.
+// Values of a tensor or number that a score or mask function captures, for one run.
 typedef struct FmhaCapturedArgs {
-  // A tensor's first element; null: a number.
+  // Address of a tensor's first element; null for a number.
   const void *data;
   // Written: the dense gradient, in the tensor's shape, 0 at elements that no score read; null without
   // write_grad.
   void *grad;
-  // The number that the text declares an int.
+  // Value of a number that the text declares as an int.
   int64_t integer;
-  // The number that the text declares a float.
+  // Value of a number that the text declares as a float.
   float real;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaCapturedArgs;
 
 // Arguments of a run: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
-// everything to 0 first, then what the problem has. What it is without is null, and so may be a tensor of 0
-// elements. Addresses are those of a first element, in the memory of the plan's device.
+// everything to 0 first, then what the problem has. Pointers that the problem does not need are null; a tensor of 0
+// elements may be null too. Addresses point to a tensor's first element, in the memory of the plan's device.
 typedef struct FmhaArgs {
   // sizeof(FmhaArgs). A library that was built with another size of this struct refuses the run.
   uint64_t struct_bytes;
@@ -594,9 +596,9 @@ typedef struct FmhaArgs {
   void *stream;
   // Read: Q.
   const void *q;
-  // Read: K; with new rows written too.
+  // Read: K; new rows are also written to it.
   void *k;
-  // Read: V; with new rows written too. Null with v_in_k.
+  // Read: V; new rows are also written to it. Null with v_in_k.
   void *v;
   // Written: O; backward reads it.
   void *o;
@@ -617,11 +619,11 @@ typedef struct FmhaArgs {
   float *key_sum;
   // Read: i32 [batch + 1], first row of each sequence of packed Q and O.
   const int32_t *cu_seqlens_q;
-  // Read: i32 [batch + 1], for K and V as cu_seqlens_q for Q.
+  // Read: i32 [batch + 1], first row of each sequence of packed K and V.
   const int32_t *cu_seqlens_k;
-  // Read: i32 [batch], queries in use of each sequence.
+  // Read: i32 [batch], number of queries in use of each sequence.
   const int32_t *seqused_q;
-  // Read: i32 [batch], keys in use of each sequence.
+  // Read: i32 [batch], number of keys in use of each sequence.
   const int32_t *seqused_k;
   // Read: paged: i32 [batch, max_pages], the pages of each sequence.
   const int32_t *block_table;
@@ -635,9 +637,9 @@ typedef struct FmhaArgs {
   const float *descale_k;
   // Read: FP8 V's factor, as descale_q.
   const float *descale_v;
-  // Read; with seqlen_new written, too: scales of a cache's K by rows, f32.
+  // Read: scales of the rows of a cache's K, f32; written too if rows are appended (seqlen_new).
   float *k_scale;
-  // Read; with seqlen_new written, too: scales of a cache's V by rows, f32.
+  // Read: scales of the rows of a cache's V, f32; written too if rows are appended (seqlen_new).
   float *v_scale;
   // Read: the factor by which FP8 O is multiplied, f32 [1]. Backward does not read it.
   const float *scale_o;
@@ -661,15 +663,15 @@ typedef struct FmhaArgs {
   const void *v_new;
   // Read: i32 [batch + 1], first row of each sequence of packed k_new and v_new.
   const int32_t *cu_seqlens_new;
-  // Read: cosines [max_pos, rotary_dim / 2].
+  // Read: cosines of the rotary embedding, [max_pos, rotary_dim / 2].
   const void *rotary_cos;
   // Read: sines of the rotary embedding, as rotary_cos.
   const void *rotary_sin;
-  // Read: u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word
-  // n / 32 shows a query the n-th of the last seqlen_q keys.
+  // Read: tree mask, u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32
+  // of word n / 32 shows a query the n-th of the last seqlen_q keys.
   const uint32_t *tree_mask;
-  // Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the
-  // sequence. Absent: an entry below 0, or at or past seqlen_k.
+  // Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions of the keys in
+  // the sequence. An entry below 0, or at or past seqlen_k, names no key.
   const int32_t *indices;
   // Read: number of entries in use of each list; entries past them are never read.
   const int32_t *topk_length;
@@ -681,12 +683,12 @@ typedef struct FmhaArgs {
   const int32_t *kv_num_blocks;
   // Read: indices of the blocks that kv_num_blocks counts.
   const int32_t *kv_indices;
-  // Read: counts of the blocks that are seen as a whole.
+  // Read: number of blocks in each row of the list of fully visible blocks.
   const int32_t *full_kv_num_blocks;
   // Read: indices of the blocks that full_kv_num_blocks counts.
   const int32_t *full_kv_indices;
-  // From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
-  // here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.
+  // A mask object that has been built: the run uses its masks and reads no mask tensors here, which may be null.
+  // Null: the run reads the mask tensors, and makes its own lists of tiles.
   const struct FmhaMaskObject *built;
   // Read: Q's scales by blocks.
   const uint8_t *block_scale_q;
@@ -694,50 +696,51 @@ typedef struct FmhaArgs {
   const uint8_t *block_scale_k;
   // Read: V's scales by blocks.
   const uint8_t *block_scale_v;
-  // Host memory: the second cache; null of none.
+  // Arguments of the second cache, in host memory; null if there is none.
   const struct FmhaSecondArgs *second;
-  // Host memory: as many as FmhaCode.num_captured, in the order of FmhaCode.captured; null of none.
+  // Values of captures, in host memory: FmhaCode.num_captured structs in the order of FmhaCode.captured; null if
+  // there are none.
   const struct FmhaCapturedArgs *captured;
-  // Packed: rows of Q and O, all sequences together; else 0.
+  // Packed: number of rows of Q and O, all sequences together; else 0.
   int64_t total_q;
-  // Packed: rows of K and V, all sequences together; else 0.
+  // Packed: number of rows of K and V, all sequences together; else 0.
   int64_t total_k;
-  // Packed: new rows of all sequences together; else 0.
+  // Packed: number of new rows, all sequences together; else 0.
   int64_t total_new;
-  // Paged: pages of K and V, used or not; else 0.
+  // Paged: number of pages of K and V, used or not; else 0.
   int64_t num_pages;
-  // Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
+  // Paged: number of entries of a row of block_table; times page_size it is at least seqlen_k; else 0.
   int64_t max_pages;
-  // Scratch of the run, aligned to 256 bytes, where the plan was made with caller_workspace; else null. Its
-  // contents mean nothing, before and after; no other run uses it until the work is done.
+  // Scratch of the run, aligned to 256 bytes, if the plan was made with caller_workspace; else null. Its contents
+  // have no meaning before and after the run, and no other run may use it until the work is done.
   void *workspace;
-  // Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
+  // Number of bytes at workspace: at least fmha_plan_workspace_bytes of the plan; 0 if workspace is null.
   uint64_t workspace_bytes;
-  // Key of the dropout generator, where dropout_seeded is 1.
+  // Key of the dropout generator, used if dropout_seeded is 1.
   uint64_t dropout_seed;
   // Last 64-bit word of the counter of the dropout generator.
   uint64_t dropout_offset;
-  // 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
-  // has it; else 0.
+  // 1: dropout_seed and dropout_offset give the position of the generator, which every run with p_drop above 0
+  // needs; else 0.
   int32_t dropout_seeded;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaArgs;
 
-// All that a plan of a merge is made of: partial results over the same rows, merged by their LSE, or added. Packed
-// rows are a batch of 1. Set everything to 0 first, then what is wanted.
+// Describes a merge for `fmha_plan_combine`: partial results over the same rows are merged by their LSE, or added.
+// Packed rows are a batch of 1. Set everything to 0 first, then what is wanted.
 typedef struct FmhaCombineProblem {
-  // sizeof(FmhaCombineProblem).
+  // Size of this struct in bytes: sizeof(FmhaCombineProblem).
   uint64_t struct_bytes;
   // Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
   int64_t num_parts;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
-  // Rows of each sequence.
+  // Number of rows of each sequence.
   int64_t seqlen_q;
-  // Heads.
+  // Number of heads.
   int64_t num_heads_q;
-  // Elements of a row.
+  // Number of elements of a row.
   int64_t head_dim_v;
   // O of every part [batch, seqlen_q, num_heads_q, head_dim_v].
   struct FmhaStrides part;
@@ -749,11 +752,11 @@ typedef struct FmhaCombineProblem {
   int32_t dtype_o;
   // How partial results are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
   int32_t merge;
-  // 1: the combined LSE is written; else 0, which it must be where parts are added.
+  // 1: the combined LSE is written; else 0. It must be 0 if parts are added.
   int32_t write_lse;
 } FmhaCombineProblem;
 
-// One partial result.
+// O and LSE of one part of the keys.
 typedef struct FmhaPartial {
   // O of this part.
   const void *o;
@@ -763,11 +766,11 @@ typedef struct FmhaPartial {
 
 // Arguments of a run of a merge. Addresses are those of a first element, in the memory of the plan's device.
 typedef struct FmhaCombineArgs {
-  // sizeof(FmhaCombineArgs).
+  // Size of this struct in bytes: sizeof(FmhaCombineArgs).
   uint64_t struct_bytes;
   // Stream of the run, as in FmhaArgs.
   void *stream;
-  // Host memory: num_parts of them; null of none.
+  // The parts, num_parts structs in host memory; null if there are none.
   const struct FmhaPartial *parts;
   // The combined O: written; with FMHA_ADD_TO read first.
   void *o;
@@ -775,29 +778,30 @@ typedef struct FmhaCombineArgs {
   float *lse;
 } FmhaCombineArgs;
 
-// All that a plan of a choice of keys or blocks is made of: scores of an indexer, sum_h relu(q_h . k) w_h, or given
-// ones, and of each row the topk greatest, ties to the lower position, NaN last, in ascending position with -1 after
-// them. Tensors are contiguous, but for k and its scales. Set everything to 0 first, then what is wanted.
+// Describes a choice of keys or blocks for `fmha_plan_choose`: scores are those of an indexer, sum_h relu(q_h . k)
+// w_h, or given. Of each row the topk greatest are chosen (ties: the lower position; NaN last) and written in
+// ascending position, followed by -1. Tensors are contiguous, except k and its scales. Set everything to 0 first, then
+// what is wanted.
 typedef struct FmhaChooseProblem {
-  // sizeof(FmhaChooseProblem).
+  // Size of this struct in bytes: sizeof(FmhaChooseProblem).
   uint64_t struct_bytes;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
-  // Queries of a sequence.
+  // Number of queries of a sequence.
   int64_t seqlen_q;
-  // Keys of a sequence; of given probabilities, compressed blocks.
+  // Number of keys of a sequence; for sums of given probabilities, number of compressed blocks.
   int64_t seqlen_k;
-  // Entries of each list of chosen keys; 0: only scores are written.
+  // Number of entries of each list of chosen keys; 0: only scores are written.
   int64_t topk;
-  // Heads of q; 0: the caller gives the scores.
+  // Number of heads of q; 0: the caller gives the scores.
   int64_t num_heads;
-  // Elements of a row of q and k; 0 where the caller gives the scores.
+  // Number of elements of a row of q and k; 0 if the caller gives the scores.
   int64_t head_dim;
-  // Keys of a page; 0: k is not paged.
+  // Number of keys of a page; 0: k is not paged.
   int64_t page_size;
-  // Pages of k, used or not; 0: k is not paged.
+  // Number of pages of k, used or not; 0: k is not paged.
   int64_t num_pages;
-  // Entries of a row of block_table; 0: k is not paged.
+  // Number of entries of a row of block_table; 0: k is not paged.
   int64_t max_pages;
   // Stride of k from a sequence or page to the next, elements; with k_key_stride 0: k is dense.
   int64_t k_outer_stride;
@@ -807,7 +811,7 @@ typedef struct FmhaChooseProblem {
   int64_t scale_outer_stride;
   // Stride of k_scale from a key to the next.
   int64_t scale_key_stride;
-  // Keys of a block, whose score is the greatest of its candidates; 0: keys are chosen, or blocks by sums.
+  // Number of keys of a block, whose score is the greatest of its candidates; 0: keys are chosen, or blocks by sums.
   int64_t block;
   // Tokens of a compressed block, whose probabilities are given and are summed for each block (NSA's l); 0: none.
   int64_t compressed;
@@ -825,7 +829,7 @@ typedef struct FmhaChooseProblem {
   int32_t dtype_q;
   // Type of k: FMHA_F32, ...; 0 where the caller gives the scores.
   int32_t dtype_k;
-  // FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
+  // Kind of the candidates: FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
   int32_t candidates;
   // 1: each key has a scale; else 0.
   int32_t k_scale;
@@ -838,13 +842,13 @@ typedef struct FmhaChooseProblem {
 // Arguments of a run of a choice. Set everything to 0 first, then what the problem has. Addresses are those of a first
 // element, in the memory of the plan's device.
 typedef struct FmhaChooseArgs {
-  // sizeof(FmhaChooseArgs).
+  // Size of this struct in bytes: sizeof(FmhaChooseArgs).
   uint64_t struct_bytes;
   // Stream of the run, as in FmhaArgs.
   void *stream;
-  // Read: [batch, seqlen_q, num_heads, head_dim].
+  // Read: q of the indexer, [batch, seqlen_q, num_heads, head_dim].
   const void *q;
-  // Read: [batch, seqlen_k, head_dim], paged [num_pages, page_size, head_dim].
+  // Read: k of the indexer, [batch, seqlen_k, head_dim], paged [num_pages, page_size, head_dim].
   const void *k;
   // Read: weights of heads, f32 [batch, seqlen_q, num_heads].
   const float *weights;
@@ -858,7 +862,7 @@ typedef struct FmhaChooseArgs {
   const int32_t *seqused_k;
   // Read: first candidate of each query, i32 [batch, seqlen_q], with FMHA_RANGES_OF_KEYS.
   const int32_t *first;
-  // Read: one past the last candidate of each query, as first.
+  // Read: one past the last candidate of each query, i32 [batch, seqlen_q], with FMHA_RANGES_OF_KEYS.
   const int32_t *end;
   // Written: list of each query's chosen keys or blocks, i32 [batch, seqlen_q, topk].
   int32_t *indices;
@@ -875,33 +879,35 @@ typedef struct FmhaChooseArgs {
 // scores, sum_h relu(q_h . k) w_h, from a target, which is divided by its sum and has no gradient. All tensors are
 // contiguous, in memory of the device. Set everything to 0 first, then what is wanted.
 typedef struct FmhaIndexLoss {
-  // sizeof(FmhaIndexLoss).
+  // Size of this struct in bytes: sizeof(FmhaIndexLoss).
   uint64_t struct_bytes;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
-  // Queries of a sequence.
+  // Number of queries of a sequence.
   int64_t seqlen_q;
-  // Keys of a sequence.
+  // Number of keys of a sequence.
   int64_t seqlen_k;
-  // Entries of each list.
+  // Number of entries of each list.
   int64_t topk;
-  // Heads of q.
+  // Number of heads of q.
   int64_t num_heads;
-  // Elements of a row of q and k.
+  // Number of elements of a row of q and k.
   int64_t head_dim;
   // Read: [batch, seqlen_q, num_heads, head_dim].
   const void *q;
-  // Read: [batch, seqlen_k, head_dim].
+  // Read: k, [batch, seqlen_k, head_dim].
   const void *k;
   // Read: weights of heads, f32 [batch, seqlen_q, num_heads].
   const float *weights;
-  // Read: i32 [batch, seqlen_q, topk]: positions. Absent: an entry below 0, or at or past seqlen_k.
+  // Read: lists of keys, i32 [batch, seqlen_q, topk], as positions. An entry below 0, or at or past seqlen_k, names
+  // no key.
   const int32_t *indices;
-  // Read: f32 [batch, seqlen_q, topk]: attention's probabilities of the listed keys, summed over heads.
+  // Read: target, f32 [batch, seqlen_q, topk]: attention's probabilities of the listed keys, summed over heads.
   const float *target;
-  // Read: what each query's gradients are multiplied by, f32 [batch, seqlen_q]; null: 1.
+  // Read: factors of each query's gradients, f32 [batch, seqlen_q]; null: 1.
   const float *dloss;
-  // Written: f32 [batch, seqlen_q]; 0 for a query without keys, or whose target sums to 0; null: not wanted.
+  // Written: loss of each query, f32 [batch, seqlen_q]; 0 for a query without keys, or whose target sums to 0; null:
+  // not wanted.
   float *loss;
   // Written: gradient of q, f32 in its shape; null: not wanted.
   float *dq;
@@ -925,56 +931,56 @@ typedef struct FmhaIndexLoss {
   uint64_t workspace_bytes;
 } FmhaIndexLoss;
 
-// All that a plan of a conversion to a format with scales by blocks is made of: a tensor
-// [batch, seqlen, num_heads, dim] to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences;
-// packed rows are one. Set everything to 0 first, then what is wanted.
+// Describes a conversion for `fmha_plan_quantize`: of a tensor [batch, seqlen, num_heads, dim] to elements and scales
+// by blocks (CONTRACT.md, "Scales by blocks"). Pages count as sequences; packed rows are one sequence. Set everything
+// to 0 first, then what is wanted.
 typedef struct FmhaQuantizeProblem {
-  // sizeof(FmhaQuantizeProblem).
+  // Size of this struct in bytes: sizeof(FmhaQuantizeProblem).
   uint64_t struct_bytes;
-  // Sequences.
+  // Number of sequences.
   int64_t batch;
-  // Rows of a sequence.
+  // Number of rows of a sequence.
   int64_t seqlen;
-  // Heads.
+  // Number of heads.
   int64_t num_heads;
-  // Elements of a row.
+  // Number of elements of a row.
   int64_t dim;
-  // The tensor, in elements.
+  // Strides of the tensor, in elements.
   struct FmhaStrides x;
-  // Stored elements, in bytes: of FMHA_NVFP4 [batch, seqlen, num_heads, ceil(dim / 2)], with pairs_of_rows
-  // [batch, ceil(seqlen / 2), num_heads, dim].
+  // Strides of the stored elements, in bytes; for FMHA_NVFP4 their shape is [batch, seqlen, num_heads, ceil(dim /
+  // 2)], with pairs_of_rows [batch, ceil(seqlen / 2), num_heads, dim].
   struct FmhaStrides elements;
-  // Scales, in bytes: [batch, seqlen, num_heads, ceil(dim / block)], with blocks_of_rows
-  // [batch, ceil(seqlen / block), num_heads, dim].
+  // Strides of the scales, in bytes; their shape is [batch, seqlen, num_heads, ceil(dim / block)], with
+  // blocks_of_rows [batch, ceil(seqlen / block), num_heads, dim].
   struct FmhaStrides scales;
   // Type of the tensor: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype;
   // FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
   int32_t format;
-  // 1: blocks are of rows, as those of V; 0: of the elements of a row, as those of Q and K.
+  // 1: a block is some rows, as for V; 0: a block is some elements of a row, as for Q and K.
   int32_t blocks_of_rows;
   // 1: rows lie one after another, and two of FMHA_NVFP4 share a byte, as in FMHA_V_COL_MAJOR; else 0.
   int32_t pairs_of_rows;
-  // FMHA_SCALE_ONE, FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN: the last two with FMHA_NVFP4 alone.
+  // Source of the tensor's scale: FMHA_SCALE_ONE, or with FMHA_NVFP4 alone FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN.
   int32_t scale_of_tensor;
-  // 0.
+  // Reserved: must be 0.
   int32_t reserved;
 } FmhaQuantizeProblem;
 
 // Arguments of a run of a conversion. Set everything to 0 first, then what the problem has. Addresses are those of a
 // first element, in the memory of the plan's device.
 typedef struct FmhaQuantizeArgs {
-  // sizeof(FmhaQuantizeArgs).
+  // Size of this struct in bytes: sizeof(FmhaQuantizeArgs).
   uint64_t struct_bytes;
   // Stream of the run, as in FmhaArgs.
   void *stream;
-  // Read: the tensor.
+  // Read: the tensor to convert.
   const void *x;
-  // Written: its elements.
+  // Written: the stored elements of the tensor.
   uint8_t *elements;
-  // Written: the scales of its blocks.
+  // Written: the scales of the tensor's blocks.
   uint8_t *scales;
-  // Read: the tensor's scale, f32 [1], with FMHA_SCALE_GIVEN. One that is not positive and finite makes every
+  // Read: the tensor's scale, f32 [1], with FMHA_SCALE_GIVEN. A scale that is not positive and finite makes every
   // block's scale NaN.
   const float *tensor_scale;
   // Written: the tensor's scale, f32 [1], with FMHA_SCALE_WRITTEN.
@@ -1080,9 +1086,9 @@ int fmha_plan(const char *device,
               const struct FmhaOptions *options,
               struct FmhaPlan **plan);
 
-// Queues a run on its stream and returns: on a device it neither allocates nor waits.
-// Returns 0, or not 0 (see `fmha_last_error`) with nothing launched, unless the driver itself failed.
-// What the problem has and the arguments lack is refused by its name, and the other way round.
+// Queues a run on its stream and returns: on a device it neither allocates nor waits. Returns 0, or not 0 (see
+// `fmha_last_error`) with nothing launched, unless the driver itself failed. An argument that the problem needs and
+// that is missing is refused by its name, and so is one that the problem does not have.
 //
 // # Safety
 // `plan` is null or from `fmha_plan`; `args` is null or arguments whose pointers are null or memory of the
@@ -1154,7 +1160,8 @@ int fmha_plan_quantize(const char *device,
 // As `fmha_run`.
 int fmha_run_quantize(const struct FmhaPlan *plan, const struct FmhaQuantizeArgs *args);
 
-// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
+// Returns the plan's description for people to read, one fact a line: kernel, tile, promises, refusals. The text lives
+// as long as the plan.
 //
 // # Safety
 // `plan` is null (then so is the text) or from `fmha_plan`.
@@ -1167,16 +1174,17 @@ const char *fmha_plan_text(const struct FmhaPlan *plan);
 // `plan` is null or from `fmha_plan`.
 uint64_t fmha_plan_workspace_bytes(const struct FmhaPlan *plan);
 
-// Drops a plan whose work is done. Null is taken.
+// Destroys a plan whose work is done. A null pointer is ignored.
 //
 // # Safety
 // `plan` is null or from `fmha_plan`, and not dropped before.
 void fmha_drop(struct FmhaPlan *plan);
 
-// An object for the masks, as data or as code, of calls of `forward`, `backward` or both, either of which may be null:
-// memory for copies of their tensors, and for the lists of tiles that kernels walk. `args` are those of one of the
-// calls: total_q and total_k are read, and no address. Returns 0 and sets `*object`, or not 0 (see `fmha_last_error`)
-// with `*object` untouched. Refused where a mask as code captures a tensor.
+// Makes an object for the masks, as data or as code, of calls of the plans `forward`, `backward` or both; either may
+// be null. The object has memory for copies of the masks' tensors, and for the lists of tiles that kernels read.
+// `args` are the arguments of one of the calls, of which only total_q and total_k are read. Returns 0 and sets
+// `*object`, or not 0 (see `fmha_last_error`) with `*object` untouched. A mask as code that captures a tensor is
+// refused.
 //
 // # Safety
 // `forward` and `backward` are null or from `fmha_plan`; `args` is null or arguments; `object` is null or writable.
@@ -1185,10 +1193,10 @@ int fmha_mask_object(const struct FmhaPlan *forward,
                      const struct FmhaArgs *args,
                      struct FmhaMaskObject **object);
 
-// Queues copies of the arguments' mask tensors and the making of the lists on the arguments' stream, and returns: runs
-// whose FmhaArgs.built is the object read that, until it is built again. It may be captured: each replay builds.
-// `plan` is one of the object's; of its arguments lengths, masks and captured numbers alone are read. Whoever builds
-// waits for runs on other streams that use the object.
+// Queues copies of the arguments' mask tensors and the making of the lists on the arguments' stream, and returns. Runs
+// whose FmhaArgs.built is the object then use these masks, until it is built again. The call may be captured into a
+// graph: each replay builds. `plan` is one of the object's plans; of the arguments only lengths, masks and captured
+// numbers are read. The caller first waits for runs on other streams that use the object.
 //
 // # Safety
 // `object` is null or from `fmha_mask_object`; the rest as `fmha_run`.
@@ -1196,13 +1204,13 @@ int fmha_build_mask(struct FmhaMaskObject *object,
                     const struct FmhaPlan *plan,
                     const struct FmhaArgs *args);
 
-// Drops an object that no work uses any more. Null is taken.
+// Destroys a mask object that no work uses any more. A null pointer is ignored.
 //
 // # Safety
 // `object` is null or from `fmha_mask_object`, and not dropped before.
 void fmha_drop_mask_object(struct FmhaMaskObject *object);
 
-// New memory of a device, named as for `fmha_plan`, aligned to 256 bytes; its contents mean nothing.
+// Allocates memory of a device, which is named as for `fmha_plan`. It is aligned to 256 bytes and not initialised.
 // Returns 0 and sets `*buffer`, or not 0 (see `fmha_last_error`) with `*buffer` untouched.
 //
 // # Safety
@@ -1211,7 +1219,8 @@ int fmha_buffer(const char *device,
                 uint64_t bytes,
                 struct FmhaBuffer **buffer);
 
-// The buffer's first byte, in the memory of its device. Host code can read and write a CPU buffer through it.
+// Returns the address of the buffer's first byte, in the memory of its device. Host code can read and write a CPU
+// buffer through it.
 //
 // # Safety
 // `buffer` is null (then so is the address) or from `fmha_buffer`.
@@ -1225,8 +1234,8 @@ int fmha_upload(struct FmhaBuffer *buffer,
                 const void *from,
                 uint64_t bytes);
 
-// Waits for what is queued on the default stream, then copies the front of the buffer to host memory. Who runs calls
-// on a stream of their own waits for that first.
+// Waits for the work queued on the default stream, then copies the front of the buffer to host memory. A caller that
+// uses another stream must wait for that stream first.
 //
 // # Safety
 // `buffer` is null or from `fmha_buffer`; `to` is null or so many bytes.
@@ -1234,7 +1243,7 @@ int fmha_download(const struct FmhaBuffer *buffer,
                   void *to,
                   uint64_t bytes);
 
-// Gives the memory back, whose work is done. Null is taken.
+// Frees a buffer that no work uses any more. A null pointer is ignored.
 //
 // # Safety
 // `buffer` is null or from `fmha_buffer`, and not dropped before.

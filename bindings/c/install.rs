@@ -1,6 +1,6 @@
-//! The C library under a prefix, for a package manager: the header, the shared and static library with the
-//! links that a linker and a loader need, and the file for pkg-config. `cargo xtask c-install` and the tests
-//! share this file.
+//! Installs the C library under a prefix, for a package manager: the header, the shared and static library with the
+//! links that a linker and a loader need, and the file for pkg-config. `cargo xtask c-install` and the tests share this
+//! file.
 
 use std::fs;
 use std::io::{Error, ErrorKind, Result};
@@ -59,7 +59,7 @@ fn pkg_config(version: &str) -> String {
     )
 }
 
-/// A new file: one that a running program has mapped stays what it is.
+/// Writes a new file instead of overwriting the old one, since a running program may have mapped the old one.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     let _ = fs::remove_file(to);
     fs::copy(from, to).map(|_| ()).map_err(|error| at(from, &error))

@@ -12,7 +12,7 @@ use std::time::SystemTime;
 use crate::env;
 use crate::error::{Error, Result};
 
-/// A double's file, and the package that makes it.
+/// A test double: the file of its library, and the package that builds it.
 #[derive(Clone, Copy, Debug)]
 pub struct Double {
     /// File name, `lib….so`; no loader takes it for a real driver.
@@ -33,7 +33,7 @@ pub unsafe fn launches_of(
     launches: unsafe extern "C" fn() -> *mut c_char,
     forget: unsafe extern "C" fn(*mut c_char),
 ) -> String {
-    // SAFETY: it takes nothing.
+    // SAFETY: the function takes no arguments.
     let text = unsafe { launches() };
     // SAFETY: the caller keeps the contract of `launches_of`.
     let told = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// The caller's mistake: the field, and a sentence that starts with the field's name and contains the wrong value.
+/// A mistake of the caller: the field, and a sentence that starts with the field's name and contains the wrong value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct ProblemError {
@@ -20,7 +20,7 @@ impl ProblemError {
     }
 }
 
-/// Reason why one kernel does not take a valid problem.
+/// The reason why one kernel does not support a valid problem.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{kernel}: {reason}")]
 pub struct Refusal {
@@ -56,7 +56,7 @@ pub enum Error {
     /// The kernel compiler failed: a bug of this library.
     #[error("{kernel} does not compile (source and log in {}): {log}", .dumped.display())]
     Compile {
-        /// The kernel.
+        /// The name of the kernel.
         kernel: String,
         /// Text that the compiler printed.
         log: String,

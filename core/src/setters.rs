@@ -1,8 +1,8 @@
 //! Setters that take and return the struct, so that a struct with non-exhaustive fields is still built in one
 //! expression.
 
-/// `/// what it is` `name: Type => place.of.field`, each becomes a method that returns the struct with that field
-/// set. A field that is an `Option` takes `impl Into<Option<T>>`: a `T`, or an `Option` of it.
+/// Turns each entry `/// what it is` `name: Type => place.of.field` into a method that sets the field and returns the
+/// struct. A field that is an `Option` takes `impl Into<Option<T>>`: a `T`, or an `Option` of it.
 macro_rules! setters {
     ($($(#[$doc:meta])* $name:ident: $value:ty => $($place:ident).+;)*) => {$(
         $(#[$doc])*

@@ -11,7 +11,7 @@ use crate::plan::{Accuracy, PlanOptions, PlanParts, Promises, ScoreSums, Workspa
 use crate::queues::Queues;
 use crate::{DType, Dims, FwdProblem, ValidBwd, ValidCombine, ValidFwd};
 
-/// Two queries over four keys, in f32.
+/// A problem with two queries and four keys, in f32.
 pub(crate) fn problem() -> ValidFwd {
     let dims = Dims::batch(1).seqlens(2, 4).heads(1, 1).head_dim(8);
     FwdProblem::batch(DType::F32, dims).validate().expect("a sound problem")

@@ -199,22 +199,22 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
     };
     assert_eq!(gradients(dims, [32, 64], [96, 96]), None);
     collides(dims, [32, 63], [96, 96], ["dk", "dv"]);
-    // Into dQ's next row.
+    // The offsets place a row into dQ's next row.
     collides(dims, [32, 95], [96, 96], ["dq", "dv"]);
-    // Two heads of dK lie after the first two of dQ's four.
+    // Two heads of dK lie after the first two of dQ's four heads.
     let grouped = Dims { num_heads_kv: 2, ..dims };
     collides(grouped, [16, 48], [64, 64], ["dq", "dk"]);
-    // Narrow rows of dV inside the rows of dQ, of one head.
+    // Narrow rows of dV lie inside dQ's rows, of one head.
     let narrow = Dims { num_heads_q: 1, num_heads_kv: 1, head_dim_v: 4, ..dims };
     collides(narrow, [200, 4], [8, 8], ["dq", "dv"]);
 }
 
-/// Q, K and V in one buffer: the buffer's axes from the outermost on, and where K and V begin.
+/// Layout of Q, K and V in one buffer: the buffer's axes from the outermost on, and the offsets of K and V.
 struct Fused {
     name: &'static str,
     /// Strides of dQ. Those of dK and dV are equal, apart from the batch axis.
     strides: Strides,
-    /// Elements from dQ to dK and to dV.
+    /// Offsets in elements of dK and dV from dQ.
     places: [usize; 2],
 }
 
@@ -240,7 +240,7 @@ fn fused(dims: Dims) -> [Fused; 5] {
             strides: strides(all * d, b * all * d, d),
             places: places(hq * d, (hq + hkv) * d),
         },
-        // Layout with equal numbers of heads of queries and keys; otherwise for the first heads.
+        // Buffers of equal numbers of query and kv heads; for other numbers only the first heads are used.
         Fused {
             name: "[b, s, h, 3, d]",
             strides: strides(s * hq * 3 * d, hq * 3 * d, 3 * d),
@@ -403,7 +403,7 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
     );
 }
 
-/// 3 x 5 elements of f32.
+/// The size is that of 3 x 5 elements of f32.
 #[test]
 fn a_missing_bias_or_its_gradient_is_refused_with_the_bytes_that_it_takes() {
     let mut fwd = FwdProblem::batch(DType::F32, DIMS);
@@ -590,7 +590,7 @@ fn update() -> FwdProblem {
         .mask(MaskSpec::CAUSAL)
 }
 
-/// Arguments with six queries, ten keys and four new keys, each slice exactly as large as needed.
+/// Arguments with six queries, ten keys and four new keys. Each slice is exactly as large as needed.
 fn update_args() -> FwdArgs<'static> {
     let mut args =
         FwdArgs::new(input(0x10000, 192), output(0x20000, 160), output(0x30000, 80), output(0x40000, 96));

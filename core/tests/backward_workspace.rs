@@ -21,7 +21,7 @@ fn each_part_is_bound_behind_the_one_before() {
     let params = bind::bwd_params(&problem, &bwd_args());
     let workspace =
         |sums: Option<DqSums>| BwdWorkspace::new(&problem, 64, sums, 5).unwrap().bind(params, 1 << 20);
-    // Two blocks of 64 rows a sequence, 3 sequences, 4 heads.
+    // Each of 3 sequences with 4 heads has two blocks of 64 rows.
     let (rows, start) = (128 * 3 * 4, 1 << 20);
     let whole = workspace(Some(DqSums { dim: 8, parts: 1, has_semaphores: true }));
     assert_eq!((whole.schedulers.0, whole.lse_log2.0), (start, start + 256));

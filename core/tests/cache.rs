@@ -1,4 +1,4 @@
-//! The disk cache among processes.
+//! Tests of the disk cache with several processes.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,7 +14,7 @@ use fmha_core::source::{Header, KernelSource};
 
 const FOLDER: &str = "CACHE_RACE_FOLDER";
 
-/// A slow compiler that appends a byte to a file at each call.
+/// Slow compiler that appends a byte to a file at each call.
 struct Slow(PathBuf);
 
 impl Compiler for Slow {
@@ -44,7 +44,7 @@ fn job() -> KernelJob {
     }
 }
 
-/// Runs one process of the race.
+/// Runs one of the racing processes.
 #[test]
 #[ignore = "a process of the races below, which start it"]
 fn a_process_of_the_race() {

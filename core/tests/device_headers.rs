@@ -108,7 +108,7 @@ fn masks_agree() {
     assert_same_lines(&device, &host);
 }
 
-/// A batch axis, packed rows, and pages of every small size.
+/// Keys have a batch axis, packed rows, or pages of every small size.
 #[test]
 fn keys_lie_in_the_same_places() {
     let dims = Dims::batch(2).seqlens(3, 7).heads(1, 1).head_dim(4);
@@ -213,7 +213,7 @@ template <DType dtype> void show() {
   uint32_t bits = 1;
   for (int n = 0; n < 20000; ++n) {
     bits = bits * 1664525u + 1013904223u;
-    // Exponents around the format's, where rounding happens.
+    // The numbers have exponents around the format's limits, where rounding matters.
     const float x = float_of((bits & 0x80ffffffu) | 0x30000000u | (bits >> 3 & 0x0f000000u));
     printf("%x\n", encode(format_of(dtype), x));
   }
@@ -383,7 +383,7 @@ int main() {
     int wrong = 0;
     for (int n = 0; n < 500000; ++n) {
       bits = bits * 1664525u + 1013904223u;
-      // Exponents from -40 to 39, either sign.
+      // Exponents run from -40 to 39, with either sign.
       const unsigned exponent = 87u + (bits >> 9) % 80u;
       const float a = fmha::float_of((bits & 0x80000000u) | exponent << 23 | ((bits * 2654435761u) >> 9));
       volatile float quotient = a / c;
@@ -535,7 +535,7 @@ int main() {
             }
         }
     }
-    // The pair of query 42 and key 12, with a diagonal of 3.
+    // The values are those of query 42 and key 12, with a diagonal of 3.
     let t = (8.0f64 * 0.75 / 30.0).tanh();
     let expected = 30.0 * t - 0.25 * 33.0;
     for (found, expected) in lines.zip([expected, expected * std::f64::consts::LOG2_E - 2.0]) {

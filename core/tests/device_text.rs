@@ -15,7 +15,7 @@ use fmha_core::expr::{
 
 const EXTENT: u32 = 5;
 
-/// Element `at` of every captured tensor; each type stores it as far as it can.
+/// Element `at` of every captured tensor, as exactly as its type can store it.
 fn element(at: i64) -> f32 {
     (at * 7 % 11) as f32 / 4.0 - 1.25
 }
@@ -42,7 +42,7 @@ struct Pair {
 };
 ";
 
-/// Memory of a captured tensor on this side.
+/// Memory of a captured tensor on the host.
 fn memory(stored: Stored, rank: usize) -> Vec<u8> {
     let mut bytes = vec![];
     for at in 0..i64::from(EXTENT.pow(rank as u32)) {
@@ -64,7 +64,7 @@ const SHAPE: [u32; 2] = [EXTENT; 2];
 /// Dense strides of tensors with one axis and with two.
 const STRIDES: [[i64; 2]; 2] = [[1, 0], [EXTENT as i64, 1]];
 
-/// Place of a captured tensor among [`CAPTURED`]; none of a number.
+/// Index of a captured tensor in [`CAPTURED`]; `None` for a number.
 fn place(capture: &Capture) -> Option<usize> {
     CAPTURED.iter().position(|(name, ..)| *name == capture.name)
 }
@@ -175,7 +175,7 @@ struct Tile {
 };
 ";
 
-/// Masks that people write, of integers alone.
+/// Masks that people write, with integers only.
 const MASKS: [&str; 14] = [
     "k <= q",
     "k <= q + seqlen_k - seqlen_q",
@@ -276,7 +276,7 @@ fn slope(
     slopes.eval(pair, captured, rounding)[slopes.score.index()].float()
 }
 
-/// Output of the program; `None`, with a note, without a C++ compiler.
+/// Compiles and runs the program, and returns its output; `None`, with a note, without a C++ compiler.
 fn run_cpp(name: &str, program: &str) -> Option<String> {
     let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(&dir).unwrap();

@@ -80,7 +80,7 @@ fn a_process_that_compiles() {
     println!("left at {};", dump_source(&job("unsound"), "what is wrong").display());
 }
 
-/// Starts that process in `folder`, with these variables, where temporary files lie, and returns the result.
+/// Starts the child process in `folder`, where temporary files lie, with these variables. Returns its result.
 fn compile_in(folder: &Path, variables: &[(&str, &str)]) -> String {
     let mut process = Command::new(std::env::current_exe().unwrap());
     process.args(["a_process_that_compiles", "--exact", "--ignored", "--nocapture"]);

@@ -1,4 +1,4 @@
-//! Valid problems never leave their extents; the refusals of others name the field and the number.
+//! Tests that valid problems never leave their extents, and that refusals name the field and the number.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -91,7 +91,7 @@ prop_compose! {
     }
 }
 
-/// Every element's offset, computed from the definition of strides in 128 bits.
+/// Offsets of all elements, computed from the definition of strides in 128 bits.
 fn offsets(strides: Strides, shape: Shape) -> Vec<i128> {
     let mut all = Vec::new();
     for b in 0..shape.batch {
@@ -182,7 +182,7 @@ fn named(error: &ProblemError) -> Result<(), TestCaseError> {
 
 const DIMS: Dims = Dims::batch(2).seqlens(3, 5).heads(4, 2).head_dim(8);
 
-/// A field, the text that its refusal must contain, and a function that makes the mistake.
+/// Name of a field, text that the refusal must contain, and function that makes the field wrong.
 type Wrong<P> = (&'static str, &'static str, fn(&mut P));
 
 #[test]
@@ -518,12 +518,12 @@ fn a_count_that_would_wrap_is_refused_by_its_field() {
     let none = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
     let contiguous = FwdProblem::batch(DType::F16, dims).validate().unwrap_err();
     assert_eq!(contiguous.field, "k");
-    // 2^64 elements of one row's memory.
+    // One row has 2^64 elements.
     let one_row = FwdProblem::batch(DType::F16, dims).strides_k(none);
     let error = one_row.validate().unwrap_err();
     assert!(error.field == "k" && error.text.contains("more than 2305843009213693952 elements"), "{error}");
 
-    // 2^16 x 2^14 x 2^17 x 2^17 bytes.
+    // The size is 2^16 x 2^14 x 2^17 x 2^17 bytes.
     let side = 1 << 17;
     let dims = Dims { batch: 1 << 16, seqlen_q: side, seqlen_k: side, num_heads_q: 1 << 14, ..dims };
     let dims = Dims { num_heads_kv: 1, head_dim_qk: 1, ..dims };

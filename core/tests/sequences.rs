@@ -1,4 +1,4 @@
-//! Places of sequences that are packed, paged or appended to. Wrong lengths and block tables are refused with their
+//! Tests of the rows of packed, paged and appended sequences. Wrong lengths and block tables are refused with their
 //! value.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
@@ -23,10 +23,10 @@ fn packed_sequences_lie_one_after_another_and_so_do_their_rows_of_lse() {
     let spans = spans(&problem, &seq).unwrap();
     let places: Vec<_> = spans.iter().map(|s| (s.q_row, s.seqlen_q, s.k_row, s.seqlen_k)).collect();
     assert_eq!(places, [(0, 3, 1, 5), (3, 4, 6, 2)]);
-    // `[head, total_q]`.
+    // LSE is laid out `[head, total_q]`.
     assert_eq!(spans[0].lse_index(&problem, 2, 1), 2 * 9 + 1);
     assert_eq!(spans[1].lse_index(&problem, 2, 1), 2 * 9 + 3 + 1);
-    // One offset too few on either side.
+    // Offsets have one entry too few on one side.
     for (cu_q, cu_k, name) in [(&cu_q[..2], &cu_k[..], "cu_seqlens_q"), (&cu_q, &cu_k[..2], "cu_seqlens_k")] {
         let seq = seq.cu_seqlens_q(DevSlice::host(cu_q)).cu_seqlens_k(DevSlice::host(cu_k));
         let error = fmha_core::seq::spans(&problem, &seq).unwrap_err().to_string();
@@ -41,7 +41,7 @@ fn rows_of_lse_have_a_batch_axis_where_queries_have_one() {
     assert_eq!(spans[1].lse_index(&problem, 2, 1), (3 + 2) * 4 + 1);
 }
 
-/// Two caches in five pages of two rows, three keys appended to each.
+/// Problem of two caches in five pages of two rows, with three keys appended to each.
 fn appended() -> FwdProblem {
     let problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
     problem.clone().seqused_k(true).append(Append::batch(&problem, 3))
@@ -63,7 +63,7 @@ fn keys_lie_where_the_block_table_says_and_new_ones_behind_the_cached() {
     let rows = KvRows::of(&appended(), &seq).unwrap();
     let places: Vec<_> = (0..4).map(|j| rows.at(&spans[1], j)).collect();
     assert_eq!(places, [(3, 0), (3, 1), (1, 0), (1, 1)]);
-    // A run of rows ends with a page or with the sequence.
+    // A run of rows ends with a page or with the sequence's keys.
     assert_eq!((0..6).map(|j| rows.run(&spans[0], j)).collect::<Vec<_>>(), [2, 1, 2, 1, 2, 1]);
     let whole = fmha_core::SeqSpan { seqlen_k: 3, ..spans[1] };
     assert_eq!((rows.run(&whole, 2), KvRows::UNPAGED.run(&whole, 1)), (1, 2));
@@ -125,7 +125,7 @@ fn lengths_beyond_their_rows_count_as_all_of_them_and_negative_ones_as_none() {
         .seqused_k(DevSlice::host(&used));
     assert_eq!(lengths(&packed, &seq), [(1, 2, 2), (1, 6, 6)]);
     refused(&packed, &seq, "seqused_k[0] 3 is not in 0..=2");
-    // Three new rows, with room in the cache for one, and for none.
+    // Three new rows are appended, but the cache has room for one or for none.
     let table = [4, 0, 2, 3, 1, 0];
     assert_eq!(lengths(&appended(), &pages(&[5, 7], &table[..])), [(4, 5, 6), (4, 6, 6)]);
     refused(
@@ -160,7 +160,7 @@ fn a_tree_mask_has_a_bit_for_each_query_and_each_of_the_last_keys() {
         let tree = TreeMask::of(&problem, &cache, &seq).unwrap();
         for span in spans(&problem, &seq).unwrap() {
             for (i, j) in (0..40).flat_map(|i| (0..43).map(move |j| (i, j))) {
-                // Three keys stand before the last 40.
+                // Three keys lie before the last 40, which the tree mask decides on.
                 let expected = j < 3 || is_set(span.i_batch, i, j - 3);
                 assert_eq!(tree.visible(&span, i, j), expected, "{} {i} {j}", span.i_batch);
             }

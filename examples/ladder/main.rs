@@ -20,10 +20,10 @@ use problem::Problem;
 use report::{Row, Table};
 use rungs::{RUNGS, Rung, Wants};
 
-/// Bytes of K and V that stay in the L2 cache together with everything else, on a device with 50 MB.
+/// Bytes of K and V that fit the L2 cache together with the other tensors, on a device with a cache of 50 MB.
 const L2_BYTES: u64 = 24 << 20;
 
-/// `ladder::Call` of `rungs/common.cuh`.
+/// Struct `ladder::Call` of `rungs/common.cuh`.
 #[repr(C)]
 struct Call {
     q: u64,
@@ -49,11 +49,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let kernels = OwnKernels::open(0, emulate.as_deref())?;
     println!("{}", device.name());
-    // A small shape has several blocks and tiles of each rung all the same.
+    // The small shape still has several blocks and tiles on each rung.
     let (batch, heads, seqlen) = if emulate.is_some() { (1, 2, 256) } else { (4, 16, 4096) };
     let mut tables = Vec::new();
     for (dim, causal) in [(128, false), (128, true), (64, false), (64, true)] {
-        // Interpreted, either head dimension and either mask once: seconds.
+        // An emulated device runs each head dimension and each mask once, which takes seconds.
         if emulate.is_some() && causal != (dim == 64) {
             continue;
         }
@@ -70,10 +70,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
 }
 
-/// Every rung of one problem, then the library's kernels.
+/// Runs every rung on one problem, then the library's kernels.
 fn climb(device: &Device, kernels: &OwnKernels, mut problem: Problem) -> Result<Table, Error> {
     let dim = problem.dims.head_dim_qk;
-    // The compiler takes half a second a kernel: all at once.
+    // The compiler needs half a second for a kernel, so all are compiled in parallel.
     let compiled: Vec<Result<OwnKernel, Error>> = std::thread::scope(|scope| {
         let load = |rung: &Rung| {
             let source = rung.source(dim, problem.causal);
@@ -101,7 +101,7 @@ fn climb(device: &Device, kernels: &OwnKernels, mut problem: Problem) -> Result<
             row.measure(device, &problem, |stream| unsafe { launch.queue(stream) })?;
         }
         rows.push(row);
-        // The best that mma.sync does here, unless it is the top itself.
+        // The library's mma.sync kernel follows, unless it is the library's best kernel here.
         if rung.wants == Wants::Tma && top.kernel() != "sm80" {
             let plan = device.plan_fwd(&problem.valid, &PlanOptions::default().kernel("sm80"))?;
             rows.push(library(device, &mut problem, &plan)?);
@@ -111,7 +111,7 @@ fn climb(device: &Device, kernels: &OwnKernels, mut problem: Problem) -> Result<
     Ok(Table::new(&problem, rows))
 }
 
-/// A kernel of the library's own.
+/// Runs a kernel of the library.
 fn library(device: &Device, problem: &mut Problem, plan: &FwdPlan) -> Result<Row, Error> {
     let mut row = Row::new(&format!("library's {}", plan.kernel()), "the library");
     let mut workspace = device.memory().workspace(plan.workspace())?;
@@ -124,7 +124,7 @@ fn library(device: &Device, problem: &mut Problem, plan: &FwdPlan) -> Result<Row
     Ok(row)
 }
 
-/// A rung's kernel with its arguments.
+/// Kernel of a rung, with its arguments.
 struct Launch<'a> {
     kernels: &'a OwnKernels,
     kernel: &'a OwnKernel,
@@ -179,11 +179,11 @@ impl<'a> Launch<'a> {
     }
 
     /// # Safety
-    /// The problem's tensors live until the stream has come past the launch.
+    /// The problem's tensors live until the launch has run.
     unsafe fn queue(&self, stream: &Stream) -> Result<(), Error> {
         let mut arguments = vec![(&raw const self.call).cast_mut().cast::<c_void>()];
         arguments.extend(self.maps.as_ref().map(|maps| maps.as_ptr().cast_mut().cast::<c_void>()));
-        // SAFETY: `Call` and the maps are what a rung's entry takes; the caller's promise.
+        // SAFETY: a rung's entry takes `Call` and the maps; the caller promises that the tensors live.
         unsafe { self.kernels.launch(self.kernel, self.ctas, &mut arguments, stream) }
     }
 }

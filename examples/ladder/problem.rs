@@ -1,4 +1,4 @@
-//! One problem on the device, and what its output should be.
+//! One problem on the device, and its expected output.
 
 use fmha::{
     DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, Error, FwdArgs, FwdProblem, MaskSpec, ScoreSums,
@@ -7,7 +7,7 @@ use fmha::{
 use fmha_core::reference::{Inputs, Precision, forward_rows};
 use fmha_core::seq::spans;
 
-/// Q, K and V on the device, an O, and rows of what O should be.
+/// Q, K, V and O on the device, and rows of the expected O.
 pub(crate) struct Problem {
     pub(crate) dims: Dims,
     pub(crate) causal: bool,
@@ -19,18 +19,18 @@ pub(crate) struct Problem {
     expected: Vec<Expected>,
 }
 
-/// A head's rows by definition, in float64.
+/// Rows of one head, computed by definition in float64.
 struct Expected {
     i_batch: u32,
     i_head: u32,
     rows: Vec<u32>,
     o: Vec<f64>,
-    /// The largest error of the unfused algorithm in bf16, twice, and of rounding the result.
+    /// Bound of an error: twice the largest error of the unfused algorithm in bf16, plus that of rounding the result.
     bound: f64,
 }
 
 impl Problem {
-    /// Batch, heads, sequence length and head dimension; random numbers of a normal distribution.
+    /// Makes a problem of the given sizes with normally distributed random numbers.
     pub(crate) fn new(device: &Device, dims: Dims, causal: bool) -> Result<Self, Error> {
         let mask = if causal { MaskSpec::CAUSAL } else { MaskSpec::NONE };
         let valid = FwdProblem::batch(DType::Bf16, dims).mask(mask).validate()?;
@@ -47,7 +47,7 @@ impl Problem {
         Ok(Self { dims, causal, valid, q, k, v, o, expected })
     }
 
-    /// Products of two FLOPs that the mask leaves.
+    /// FLOPs of the call: two for each multiply-add that the mask leaves.
     pub(crate) fn flops(&self) -> f64 {
         let Dims { batch, num_heads_q, seqlen_q, head_dim_qk, .. } = self.dims;
         let (n, heads) = (f64::from(seqlen_q), f64::from(batch * num_heads_q));
@@ -55,18 +55,19 @@ impl Problem {
         4.0 * heads * pairs * f64::from(head_dim_qk)
     }
 
-    /// The library's own call.
+    /// Arguments of the library's own call.
     pub(crate) fn args(&mut self) -> FwdArgs<'_> {
         FwdArgs::new(self.q.slice(), self.k.slice(), self.v.slice(), self.o.slice_mut())
     }
 
-    /// NaN in all of O: what a kernel leaves out is seen.
+    /// Fills O with NaN, so that elements which a kernel leaves out are noticed.
     pub(crate) fn spoil(&mut self, device: &Device) -> Result<(), Error> {
         let bytes = vec![0xffu8; self.valid.shape_q().num_elems() as usize * 2];
         device.memory().upload(&bytes, &mut self.o)
     }
 
-    /// Holds O to the rows in float64: the largest error and its bound, or where it is beyond.
+    /// Compares O with the rows in float64. Returns the largest error and its bound, or the place where the bound is
+    /// exceeded.
     pub(crate) fn check(&self, device: &Device) -> Result<(f64, f64), String> {
         let mut o = vec![bf16::ZERO; self.valid.shape_q().num_elems() as usize];
         let download = device.memory().download(&self.o, &mut o);
@@ -98,7 +99,7 @@ impl Problem {
     }
 }
 
-/// Rows of the first and the last head: all of a short sequence's, some 60 of a long one's.
+/// Expected rows of the first and the last head: all rows of a short sequence, some 60 of a long one.
 fn expected(problem: &ValidFwd, [q, k, v]: [&[bf16]; 3]) -> Result<Vec<Expected>, Error> {
     let mut unread: Vec<bf16> = Vec::new();
     let args =
@@ -121,7 +122,7 @@ fn expected(problem: &ValidFwd, [q, k, v]: [&[bf16]; 3]) -> Result<Vec<Expected>
     heads.into_iter().map(of_head).filter_map(Result::transpose).collect()
 }
 
-/// Numbers of a normal distribution (Box and Muller), the same for a seed everywhere.
+/// Normally distributed numbers (Box and Muller), equal for equal seeds on every machine.
 fn normal(count: usize, seed: u64) -> Vec<bf16> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut uniform = move || {

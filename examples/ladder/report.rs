@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::problem::Problem;
 
-/// One rung of one problem.
+/// Result of one rung on one problem.
 pub(crate) struct Row {
     pub(crate) name: String,
     pub(crate) text: String,
@@ -50,7 +50,7 @@ impl Row {
         self.wrong
     }
 
-    /// Runs and checks it, and times it if its result is right.
+    /// Runs and checks a call, and times it if its result is right.
     pub(crate) fn measure(
         &mut self,
         device: &Device,
@@ -93,7 +93,7 @@ impl Row {
         }
     }
 
-    /// The median of bursts of some 20 ms.
+    /// Seconds of a call: the median of bursts of some 20 ms.
     fn time(
         &mut self,
         device: &Device,
@@ -145,7 +145,7 @@ impl Table {
         row.seconds.map(|seconds| self.flops / seconds * 1e-12)
     }
 
-    /// Speed over the step before that has one.
+    /// Speed relative to the previous step that has one.
     fn gain(&self, index: usize) -> Option<f64> {
         let before = self.rows[..index].iter().rev().find_map(|row| row.seconds)?;
         self.rows[index].seconds.map(|seconds| before / seconds)
@@ -193,7 +193,7 @@ impl Table {
     }
 }
 
-/// `ladder.json`, `ladder.md` and, where there are times, `ladder.svg`.
+/// Writes `ladder.json`, `ladder.md` and, if there are times, `ladder.svg`.
 pub(crate) fn write(folder: &Path, device: &str, tables: &[Table]) -> Result<(), Box<dyn std::error::Error>> {
     std::fs::create_dir_all(folder)?;
     let all = json!({ "device": device, "problems": tables.iter().map(Table::json).collect::<Vec<_>>() });
@@ -205,7 +205,8 @@ pub(crate) fn write(folder: &Path, device: &str, tables: &[Table]) -> Result<(),
     Ok(())
 }
 
-/// A column a problem: TFLOP/s, and over the step before; an emulated device's instructions and bank conflicts.
+/// Table with a column for each problem: TFLOP/s and the gain over the previous step, or an emulated device's
+/// instructions and bank conflicts.
 fn markdown(device: &str, tables: &[Table]) -> String {
     let mut text = format!("{device}\n\n| step | registers |");
     for table in tables {
@@ -237,7 +238,7 @@ fn markdown(device: &str, tables: &[Table]) -> String {
 const COLOURS: [RGBColor; 4] =
     [RGBColor(0, 114, 178), RGBColor(213, 94, 0), RGBColor(0, 158, 115), RGBColor(204, 121, 167)];
 
-/// TFLOP/s on a logarithmic scale, so that equal gains are equal heights; a line a problem.
+/// Plot with a line for each problem. TFLOP/s are on a logarithmic scale, so that equal gains have equal heights.
 fn svg(device: &str, tables: &[Table]) -> Result<String, Box<dyn std::error::Error>> {
     let steps: Vec<&str> =
         tables.first().map(|table| &table.rows).into_iter().flatten().map(|row| &*row.name).collect();

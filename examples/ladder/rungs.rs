@@ -1,4 +1,4 @@
-//! The rungs: each one's text, and what a launch of it needs.
+//! Rungs of the ladder: the text of each, and the needs of its launch.
 
 use fmha_core::DType;
 use fmha_core::source::{ENTRY, Header, KernelSource};
@@ -9,9 +9,9 @@ use fmha_kernels_cuda::wgmma::{self, OperandA, Sums, WgmmaShape};
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wants {
     Nothing,
-    /// TMA: Hopper and later.
+    /// TMA, on Hopper and later.
     Tma,
-    /// WGMMA: Hopper alone.
+    /// WGMMA, only on Hopper.
     Wgmma,
 }
 
@@ -68,12 +68,12 @@ const fn rung(
 }
 
 impl Rung {
-    /// Dynamic shared memory of a CTA, bytes.
+    /// Bytes of dynamic shared memory of a CTA.
     pub(crate) fn smem_bytes(&self, dim: u32) -> u32 {
         (self.smem)(dim)
     }
 
-    /// Reason why the device does not run the rung.
+    /// Reason why the device can not run the rung.
     pub(crate) fn refusal(&self, device: &OwnKernels, dim: u32) -> Option<String> {
         let arch = device.arch();
         let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
@@ -87,7 +87,7 @@ impl Rung {
         }
     }
 
-    /// Source for a head dimension and a mask.
+    /// Source of the rung for a head dimension and a mask.
     pub(crate) fn source(&self, dim: u32, causal: bool) -> KernelSource {
         let Self { file, threads, namespace, work, .. } = self;
         let (mut include, mut maps, mut arguments) =
@@ -117,7 +117,7 @@ impl Rung {
     }
 }
 
-/// Texts of the rungs, and the library's headers.
+/// Texts of the rungs, with the library's headers.
 fn headers(dim: u32) -> Vec<Header> {
     macro_rules! embedded {
         ($($name:literal),* $(,)?) => {

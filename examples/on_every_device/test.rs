@@ -1,4 +1,4 @@
-//! The examples, and with them the README's code, run without a device and on emulated ones of each kind.
+//! Runs of the examples, and so of the README's code, without a device and on an emulated device of each kind.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -34,12 +34,12 @@ fn run_with(example: &str, emulate: Option<&str>, words: &[&str]) -> Result<Stri
 fn all_run_on(arch: &str, kind: &str) {
     for example in EXAMPLES {
         match run(example, Some(arch)) {
-            // The example `explain` prints the device on which it plans: the emulated one.
+            // The example `explain` prints the device for which it plans, here the emulated one.
             Ok(said) if example == "explain" && !said.is_empty() => {
                 assert!(said.contains(kind) && said.contains(arch), "{said}");
             }
             Ok(_) => {}
-            // The emulator's library or the kernels' compiler.
+            // The emulator's library or the compiler of kernels is missing.
             Err(text) if text.contains("NoDevice") => println!("absent: {text}"),
             Err(text) => panic!("{text}"),
         }
@@ -53,8 +53,8 @@ fn every_example_runs_without_a_word_about_devices() {
     }
 }
 
-/// The engine holds every step's logits to its request alone and to the definition; that pages ran out and
-/// prefixes were found is in what it says.
+/// The engine compares every step's logits with those of its request alone and with the definition. Its output says
+/// that pages ran out and that prefixes were found.
 #[test]
 fn random_traces_are_served_with_the_bits_of_each_request_alone() {
     for seed in ["1", "2", "3", "4", "5", "6"] {
@@ -65,8 +65,8 @@ fn random_traces_are_served_with_the_bits_of_each_request_alone() {
     }
 }
 
-/// Tokens per second of a mix of lengths, and of the mix padded. The report says that the mix has fewer keys,
-/// whatever the load of the machine.
+/// The example prints tokens per second of a mix of lengths, and of the mix padded. The report shows fewer keys for the
+/// mix, however busy the machine is.
 #[test]
 fn a_mix_of_lengths_is_served_beside_the_same_padded_to_the_longest() {
     let said = run_with("serve", None, &["--device", "cpu", "--requests", "1"])
@@ -117,9 +117,9 @@ fn every_rung_of_the_ladder_is_right_on_an_emulated_hopper() {
         Err(text) => panic!("{text}"),
     };
     let rows: Vec<&str> = said.lines().filter(|line| line.contains("warp instructions")).collect();
-    // Eleven steps of two problems, each with its error and its bound.
+    // Two problems have eleven steps each, every one with its error and its bound.
     assert!(rows.len() == 22 && rows.iter().all(|row| row.contains(" of ")), "{said}");
-    // No access to shared memory waits for a bank, from the rung with the swizzle on.
+    // From the rung with the swizzle on, no access to shared memory has a bank conflict.
     for row in rows {
         let plain =
             ["tiled", "tensor cores", "cp.async", "P in registers"].iter().any(|name| row.starts_with(name));

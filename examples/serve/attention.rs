@@ -1,5 +1,5 @@
-//! The device's side of a step: a paged cache, one plan for every step, and a graph of each layer's call for
-//! the steps that bring a token or none for each request.
+//! Attention of the serving example: a paged cache, one plan for every step, and a CUDA graph of each layer's call, for
+//! steps with at most one token for each request.
 
 use std::time::{Duration, Instant};
 
@@ -11,19 +11,19 @@ use fmha::{
 
 use crate::model::{HEAD_DIM, HEADS_KV, HEADS_Q, LAYERS, MAX_LEN, WIDTH, WIDTH_KV};
 
-/// Tokens of a page.
+/// Tokens that a page holds.
 pub(crate) const PAGE: u32 = 16;
-/// Pages of a request at most.
+/// Most pages of a request.
 pub(crate) const MAX_PAGES: u32 = MAX_LEN / PAGE;
 
 /// Capacity of an engine.
 #[derive(Clone, Copy)]
 pub(crate) struct Room {
-    /// Requests in a step.
+    /// Most requests in a step.
     pub(crate) slots: u32,
-    /// Tokens in a step, of all requests.
+    /// Most tokens in a step, of all requests together.
     pub(crate) tokens: u32,
-    /// Pages of the cache.
+    /// Number of pages of the cache.
     pub(crate) pages: u32,
 }
 
@@ -31,19 +31,19 @@ pub(crate) struct Room {
 pub(crate) struct Step<'a> {
     /// New tokens of each request, perhaps none.
     pub(crate) tokens: Vec<&'a [usize]>,
-    /// Tokens that are in the cache.
+    /// Number of tokens of each request in the cache.
     pub(crate) cached: Vec<i32>,
-    /// `[slots, MAX_PAGES]`.
+    /// Block table, `[slots, MAX_PAGES]`.
     pub(crate) table: Vec<i32>,
 }
 
-/// A layer's pages.
+/// Pages of one layer's cache.
 struct Cache {
     k: DevBuffer,
     v: DevBuffer,
 }
 
-/// Buffers that each call reads and writes, for any device.
+/// Device buffers that each call reads and writes.
 struct Buffers {
     q: DevBuffer,
     k_new: DevBuffer,
@@ -62,18 +62,18 @@ pub(crate) struct Attention {
     stream: Stream,
     plan: FwdPlan,
     room: Room,
-    /// Tokens of the step.
+    /// Total tokens of the step.
     total: u32,
     layers: Vec<Cache>,
     buffers: Buffers,
     graphs: Vec<Recording>,
     /// Calls that were a replay of a graph.
     pub(crate) replayed: usize,
-    /// Time in the library and on the device, copies included.
+    /// Time spent in the library and on the device, with copies.
     pub(crate) time: Duration,
 }
 
-/// One problem for every step: at most so many requests, and of each as many tokens as a step has at most.
+/// Problem of every step: the most requests, each with as many tokens as a step may have.
 fn problem(room: Room) -> FwdProblem {
     let dims = Dims::batch(room.slots)
         .seqlens(room.tokens.min(MAX_LEN), MAX_LEN)
@@ -89,17 +89,17 @@ fn problem(room: Room) -> FwdProblem {
 
 impl Attention {
     /// # Errors
-    /// What the device refuses, or its driver said.
+    /// The device's refusal, or an error of its driver.
     pub(crate) fn new(device: &Device, room: Room, cos: &[f32], sin: &[f32]) -> Result<Self, Error> {
-        // Batch-invariant: a request's bits do not depend on the other requests of a step, nor on the pieces
-        // of its prompt.
+        // Plans are batch-invariant: a request's bits depend neither on other requests of a step nor on the pieces of
+        // its prompt.
         let options = PlanOptions::default().batch_invariant(true);
         let plan = device.plan_fwd(&problem(room).validate()?, &options)?;
         let memory = device.memory();
         let halves = |count: usize| memory.alloc_of(DType::F16, count as u64);
         let integers = |count: u64| memory.alloc_of(ElemType::I32, count);
         let elems = (room.pages * PAGE) as usize * WIDTH_KV;
-        // Rows that were never written are NaN, so a call that reads one shows it.
+        // Rows that were never written are NaN, so that reading one is noticed.
         let nan = vec![f16::NAN; elems];
         let cache = || Ok::<_, Error>(Cache { k: memory.place(&nan)?, v: memory.place(&nan)? });
         let (tokens, slots) = (room.tokens as usize, room.slots as usize);
@@ -133,10 +133,10 @@ impl Attention {
         &self.plan
     }
 
-    /// Uploads what all layers of a step share; gives the first row of each request, and the number of rows.
+    /// Uploads the data that all layers of a step share. Returns the first row of each request, and the number of rows.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub(crate) fn begin(&mut self, step: &Step<'_>) -> Result<Vec<i32>, Error> {
         let began = Instant::now();
         let mut offsets = vec![0i32];
@@ -155,7 +155,7 @@ impl Attention {
     /// Appends a layer's new keys and values to its pages and attends: rows of Q to rows of O.
     ///
     /// # Errors
-    /// What the run refuses, or the driver said.
+    /// The run's refusal, or an error of the driver.
     pub(crate) fn layer(
         &mut self,
         at: usize,
@@ -183,8 +183,8 @@ impl Attention {
         Ok(o.into_iter().map(f16::to_f32).collect())
     }
 
-    /// A step with as many tokens as slots at most: the graph was captured for as many, and reads on the
-    /// device how many there are.
+    /// Replays a graph for a step with at most as many tokens as slots. The graph was captured for the most, and reads
+    /// the actual number on the device.
     fn replay(&mut self, at: usize) -> Result<(), Error> {
         if self.graphs.is_empty() {
             for cache in &mut self.layers {
@@ -194,8 +194,7 @@ impl Attention {
             }
         }
         self.replayed += 1;
-        // SAFETY: the buffers live as long as the graphs, and `layer` waits for the stream before anyone else
-        // uses them.
+        // SAFETY: the buffers live as long as the graphs, and `layer` waits for the stream before other code uses them.
         unsafe { self.graphs[at].replay(&self.stream) }
     }
 }

@@ -10,25 +10,25 @@ use crate::attention::{Attention, MAX_PAGES, PAGE, Room, Step};
 use crate::model::{Model, best};
 use crate::pages::{PageId, Pages};
 
-/// Request of a user.
+/// Request of a user to the engine.
 #[derive(Clone)]
 pub(crate) struct Request {
     pub(crate) prompt: Vec<usize>,
-    /// Tokens to answer with.
+    /// Number of tokens to answer with.
     pub(crate) answer: usize,
     /// Number of the step before which the request comes.
     pub(crate) arrival: usize,
 }
 
-/// A request on its way.
+/// Request that the engine has accepted.
 pub(crate) struct Sequence {
     pub(crate) request: Request,
-    /// Tokens of the prompt and of the answer so far.
+    /// Tokens of the prompt and of the answer until now.
     pub(crate) tokens: Vec<usize>,
-    /// The logits from which each token of the answer was chosen.
+    /// Logits from which each token of the answer was chosen.
     pub(crate) logits: Vec<Vec<f32>>,
     pages: Vec<PageId>,
-    /// Tokens whose keys and values are in the cache.
+    /// Number of tokens whose keys and values are in the cache.
     cached: usize,
 }
 
@@ -42,13 +42,13 @@ impl Sequence {
     }
 }
 
-/// Counts of events.
+/// Counts of events in the engine.
 #[derive(Default)]
 pub(crate) struct Counts {
     pub(crate) steps: usize,
-    /// Tokens computed.
+    /// Number of computed tokens.
     pub(crate) computed: usize,
-    /// Tokens that were found in the cache.
+    /// Number of tokens that were found in the cache.
     pub(crate) shared: usize,
     pub(crate) preempted: usize,
 }
@@ -59,7 +59,7 @@ pub(crate) struct Engine<'a> {
     room: Room,
     pub(crate) pages: Pages,
     waiting: VecDeque<Sequence>,
-    /// Running requests, at most one for each slot, in the order in which they came.
+    /// Running requests in the order of arrival, at most one for each slot.
     running: Vec<Sequence>,
     pub(crate) answered: Vec<Sequence>,
     pub(crate) counts: Counts,
@@ -89,10 +89,10 @@ impl<'a> Engine<'a> {
         self.waiting.is_empty() && self.running.is_empty()
     }
 
-    /// One step of the model over whatever there is to compute.
+    /// Runs one step of the model over the tokens that wait.
     ///
     /// # Errors
-    /// What the device said.
+    /// An error of the device.
     pub(crate) fn step(&mut self) -> Result<(), Error> {
         self.admit();
         let taken = self.schedule();
@@ -130,7 +130,7 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
-    /// Takes waiting requests into free slots, each from the end of the prefix that the cache has of it.
+    /// Moves waiting requests to free slots. Each begins after the prefix that the cache already has.
     fn admit(&mut self) {
         while self.running.len() < self.room.slots as usize {
             let Some(mut sequence) = self.waiting.pop_front() else { return };
@@ -141,15 +141,15 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Tokens of each running request in this step. All requests that are at their answer get their one, the others
-    /// what is left, the first come first; each has the pages for them.
+    /// Number of tokens of each running request in this step. A request that is answering gets one; the rest goes to
+    /// the others, the earliest first. Pages for all of them are reserved.
     fn schedule(&mut self) -> Vec<usize> {
         let mut taken = vec![0; self.running.len()];
         let mut left = self.room.tokens as usize;
         let mut order: Vec<usize> = (0..self.running.len()).collect();
         order.sort_by_key(|&at| (self.running[at].missing() > 1, at));
         for at in order {
-            // A request that was preempted for another one has left its slot.
+            // A request that was preempted for another has left its slot.
             if at < self.running.len() {
                 taken[at] = self.reserve(at, self.running[at].missing().min(left));
                 left -= taken[at];
@@ -159,7 +159,7 @@ impl<'a> Engine<'a> {
         taken
     }
 
-    /// Pages for the next `count` tokens of a running request: as many tokens as there are pages for in the end.
+    /// Reserves pages for the next `count` tokens of a running request. Returns for how many there are pages.
     fn reserve(&mut self, at: usize, count: usize) -> usize {
         let wanted = (self.running[at].cached + count).div_ceil(PAGE as usize);
         while self.running[at].pages.len() < wanted {
@@ -181,7 +181,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The last page first: a prefix is of use only while those before it are there.
+    /// The last page is released first, since a prefix is useful only while the pages before it exist.
     fn give_back(&mut self, sequence: &mut Sequence) {
         sequence.pages.drain(..).rev().for_each(|page| self.pages.release(page));
         sequence.cached = 0;

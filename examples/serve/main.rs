@@ -30,7 +30,7 @@ use engine::{Engine, Sequence};
 use fmha::{Backend, Device, Error};
 use model::{MAX_LEN, Model};
 
-/// Three requests of full length: fewer pages than the slots could use, so that they run out.
+/// The cache has pages for three requests of full length, fewer than the slots could use, so that pages run out.
 const ROOM: Room = Room { slots: 8, tokens: 48, pages: 3 * MAX_PAGES };
 const ALONE: Room = Room { slots: 1, tokens: MAX_LEN, pages: MAX_PAGES };
 
@@ -68,8 +68,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend: Backend = options.device.parse()?;
     let mut device = backend.open()?;
     let serving = match attention(&device, ROOM) {
-        // A device without a kernel for it: the CPU serves, with a message, unless the user has named a
-        // device.
+        // The device has no kernel for the problem. The CPU serves in its place, with a message, unless the user has
+        // chosen a device.
         Err(error @ Error::Unsupported { .. }) if options.device == "auto" => {
             println!("{error}\nso the CPU serves");
             device = Backend::Cpu.open()?;
@@ -79,7 +79,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     println!("{}, kernel {}", device.name(), serving.plan().kernel());
 
-    // An emulated device takes a second for what others do in a microsecond.
+    // An emulated device needs a second where a real one needs a microsecond.
     let emulated = device.has_streams() && !device.has_clock();
     let requests = trace::requests(options.seed, options.requests.unwrap_or(if emulated { 2 } else { 40 }));
     let mut engine = Engine::new(&model, serving, ROOM);
@@ -140,8 +140,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// Largest difference from the reference, as a share of a token's largest logit: operands and O are f16.
 const TOLERANCE: f32 = 2e-3;
 
-/// The logits of every step against those of the request alone, to the bit, and the reference: the worst
-/// error, of a token's largest logit.
+/// Compares the logits of every step bit for bit with those of the request alone, and with the reference. Returns the
+/// worst error, relative to a token's largest logit.
 fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<f32, String> {
     let prompt = sequence.request.prompt.len();
     let mut logits_after = |cached: usize, end: usize| {

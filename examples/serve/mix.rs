@@ -6,20 +6,20 @@ use std::time::Instant;
 
 use fmha::{DType, DevBuffer, Device, Dims, Error, FwdArgs, FwdProblem, PlanOptions, SeqArgs, Stream, f16};
 
-/// Lengths that come with the example, drawn by a seed as the file says.
+/// Lengths of sequences, drawn with the seed that the file states.
 const DRAWN: &str = include_str!("lengths.txt");
-/// Qwen 2.5 7B has 28 query heads on 4; of a quarter of them a step on a CPU takes some milliseconds.
+/// Query heads and kv heads: a quarter of Qwen 2.5 7B's 28 and 4, so that a step takes some milliseconds on a CPU.
 const HEADS: (u32, u32) = (7, 1);
 const HEAD_DIM: u32 = 64;
-/// Timed steps, after one that is not timed.
+/// Number of timed steps, after one that is not timed.
 const STEPS: u32 = 5;
 /// Largest distance of a row from the reference, which uses equal operands: O is f16.
 const TOLERANCE: f64 = 1e-3;
 
-/// Lengths of a file, a number a line; a line that begins with `#` says something of them.
+/// Reads lengths from a file, one number a line; lines that begin with `#` are comments.
 ///
 /// # Errors
-/// The file, or the line that is no length.
+/// A file that can not be read, or a line that is no length.
 pub(crate) fn lengths(path: Option<&Path>) -> Result<Vec<u32>, String> {
     let text = match path {
         Some(path) => {
@@ -37,7 +37,7 @@ pub(crate) fn lengths(path: Option<&Path>) -> Result<Vec<u32>, String> {
     if lengths.is_empty() { Err("the file of lengths has none".to_owned()) } else { Ok(lengths) }
 }
 
-/// A step's tensors: one token of each sequence, a cache of the longest's rows for each.
+/// Tensors of a step: one token of each sequence, and for each a cache as long as the longest.
 struct Decode {
     plan: fmha::FwdPlan,
     stream: Stream,
@@ -79,7 +79,7 @@ impl Decode {
         Ok(Self { plan, stream, device: device.clone(), longest, q, k, v, buffers, used, workspace })
     }
 
-    /// Seconds of a step over sequences of these lengths.
+    /// Seconds of a step over sequences with these lengths.
     fn seconds(&mut self, lengths: &[u32]) -> Result<f64, Error> {
         let lengths: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
         self.device.memory().upload(&lengths, &mut self.used)?;
@@ -120,15 +120,15 @@ impl Decode {
             }
             let found = row(&o, sequence * HEADS.0 as usize + head);
             let errors = expected.iter().zip(found).map(|(expected, found)| (expected / sum - found).abs());
-            // A NaN is worse than any number.
+            // A NaN counts as the worst error.
             worst = errors.fold(worst, |worst, error| if error <= worst { worst } else { error });
         }
         Ok(worst)
     }
 }
 
-/// Says tokens a second of a layer's attention over these lengths, of a file if there is one, and with each
-/// sequence padded to the longest.
+/// Prints tokens per second of a layer's attention over the lengths (of a file, if one is given), and over the same
+/// sequences padded to the longest.
 ///
 /// # Errors
 /// What the device refuses, or its driver said; a row that is not what attention is.

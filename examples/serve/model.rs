@@ -9,7 +9,7 @@ pub(crate) const LAYERS: usize = 2;
 pub(crate) const HEADS_Q: u32 = 4;
 pub(crate) const HEADS_KV: u32 = 2;
 pub(crate) const HEAD_DIM: u32 = 16;
-/// Tokens of a request at most, prompt and answer.
+/// Most tokens of a request, prompt and answer together.
 pub(crate) const MAX_LEN: u32 = 128;
 pub(crate) const VOCABULARY: usize = 61;
 pub(crate) const WIDTH: usize = (HEADS_Q * HEAD_DIM) as usize;
@@ -57,7 +57,7 @@ pub(crate) struct Model {
     embedding: Matrix,
     layers: Vec<Layer>,
     head: Matrix,
-    /// Cosines of the rotary embedding, `[MAX_LEN, HEAD_DIM / 2]`.
+    /// Cosines of rotary embedding, `[MAX_LEN, HEAD_DIM / 2]`.
     pub(crate) cos: Vec<f32>,
     pub(crate) sin: Vec<f32>,
 }
@@ -85,7 +85,7 @@ impl Model {
         Self { embedding, layers, head, cos, sin }
     }
 
-    /// The logits after the last token of each request that has new ones; empty where it has none.
+    /// Logits after the last new token of each request; empty for a request without new tokens.
     pub(crate) fn step(&self, attention: &mut Attention, step: &Step<'_>) -> Result<Vec<Vec<f32>>, Error> {
         let offsets = attention.begin(step)?;
         let x = self.layers(&step.tokens.concat(), |at, q, k, v| attention.layer(at, q, k, v))?;
@@ -96,13 +96,14 @@ impl Model {
         Ok(offsets.windows(2).map(last).collect())
     }
 
-    /// The logits after each token of a request, with attention by its definition, in f64: no cache, no device.
+    /// Logits after each token of a request, with attention computed by its definition in f64, without cache and
+    /// device.
     pub(crate) fn reference(&self, tokens: &[usize]) -> Result<Vec<Vec<f32>>, Error> {
         let x = self.layers(tokens, |_, q, k, v| Ok(self.attend(q, k, v)))?;
         Ok(x.chunks(WIDTH).map(|row| self.head.times(row)).collect())
     }
 
-    /// Rows of tokens through all layers, whose attention is `attend(layer, q, k, v)`.
+    /// Passes rows of tokens through all layers, whose attention is `attend(layer, q, k, v)`.
     fn layers(
         &self,
         tokens: &[usize],
@@ -123,7 +124,7 @@ impl Model {
         Ok(x)
     }
 
-    /// Causal attention of one request's rows, turned to their positions, of operands in f16 as the cache has them.
+    /// Causal attention of one request's rows, rotated to their positions, on f16 operands like the cache's.
     fn attend(&self, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
         let dim = HEAD_DIM as usize;
         let rounded = |x: &f32| f64::from(f16::from_f32(*x).to_f32());
@@ -159,7 +160,7 @@ impl Model {
     }
 }
 
-/// The token of the largest logit: what a greedy decoder says next.
+/// Token with the largest logit, which greedy decoding chooses.
 pub(crate) fn best(logits: &[f32]) -> usize {
     (0..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best })
 }

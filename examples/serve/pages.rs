@@ -1,5 +1,4 @@
-//! Pages of the cache: free pages, users of each page, and pages with a prefix that a later request may begin
-//! with.
+//! Pages of the cache: free ones, the users of each, and pages whose prefix a later request may share.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -9,7 +8,7 @@ use crate::attention::PAGE;
 pub(crate) type PageId = usize;
 
 struct Page {
-    /// Number of requests whose block tables name the page.
+    /// Number of requests whose block tables contain the page.
     users: u32,
     /// Tokens from the sequence's first to this page's last, if the page is full and may be shared.
     prefix: Option<Vec<usize>>,
@@ -18,10 +17,10 @@ struct Page {
 pub(crate) struct Pages {
     pages: Vec<Page>,
     free: Vec<PageId>,
-    /// Pages with a prefix and without a user, the one that was left longest ago first.
+    /// Pages with a prefix and without a user, the least recently used first.
     idle: VecDeque<PageId>,
     by_prefix: HashMap<Vec<usize>, PageId>,
-    /// Idle pages that were given to another request.
+    /// Number of idle pages that were given to another request.
     pub(crate) evicted: usize,
 }
 
@@ -37,8 +36,8 @@ impl Pages {
         }
     }
 
-    /// The pages that hold the longest known prefix of `tokens`, without the last token, whose logits are wanted. They
-    /// are the caller's to release.
+    /// Pages that hold the longest known prefix of `tokens`, without the last token, whose logits are needed. The
+    /// caller must release them.
     pub(crate) fn share(&mut self, tokens: &[usize]) -> Vec<PageId> {
         let full = (tokens.len() - 1) / PAGE as usize;
         let prefixes = (1..=full).map(|pages| &tokens[..pages * PAGE as usize]);
@@ -50,7 +49,7 @@ impl Pages {
         shared
     }
 
-    /// A page for one request: a free one, else the idle one that was left longest ago.
+    /// Takes a page for one request: a free one, otherwise the least recently used idle one.
     pub(crate) fn take(&mut self) -> Option<PageId> {
         let page = match self.free.pop() {
             Some(page) => page,
@@ -67,7 +66,7 @@ impl Pages {
         Some(page)
     }
 
-    /// Releases the page for one of its requests.
+    /// Releases the page for one of its users.
     pub(crate) fn release(&mut self, page: PageId) {
         let state = &mut self.pages[page];
         state.users -= 1;
@@ -78,8 +77,8 @@ impl Pages {
         }
     }
 
-    /// The page is full, and `prefix` is all tokens to its last: others may share it, unless another page
-    /// holds the same.
+    /// Marks the page as full, with `prefix` as all tokens up to its last. Other requests may then share it, unless
+    /// another page holds the same prefix.
     pub(crate) fn publish(&mut self, page: PageId, prefix: &[usize]) {
         if self.pages[page].prefix.is_none() && !self.by_prefix.contains_key(prefix) {
             self.pages[page].prefix = Some(prefix.to_vec());

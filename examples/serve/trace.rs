@@ -1,10 +1,10 @@
-//! Random requests by seed: they come in bursts, and most of them begin with one of three long prefixes.
+//! Random requests with a seed: they arrive in bursts, and most begin with one of three long prefixes.
 
 use crate::attention::PAGE;
 use crate::engine::Request;
 use crate::model::{MAX_LEN, VOCABULARY};
 
-/// Numbers by seed (Knuth's MMIX multiplier; the upper bits of a linear congruential generator).
+/// Random generator with a seed (Knuth's MMIX multiplier; the upper bits of a linear congruential generator).
 struct Draw(u64);
 
 impl Draw {
@@ -18,10 +18,10 @@ impl Draw {
     }
 }
 
-/// `count` requests, by arrival. None is longer than [`MAX_LEN`], its answer included.
+/// Draws `count` requests in order of arrival. None is longer than [`MAX_LEN`], with its answer.
 pub(crate) fn requests(seed: u64, count: usize) -> Vec<Request> {
     let mut draw = Draw(seed ^ 0x9e37_79b9_7f4a_7c15);
-    // Prompts of a whole page, of a token more, and of some pages.
+    // Prompts have a whole page, a token more, or some pages.
     let page = PAGE as usize;
     let prefixes = [page, page + 1, 3 * page + 5].map(|length| draw.tokens(length));
     let mut arrival = 0;
@@ -33,7 +33,7 @@ pub(crate) fn requests(seed: u64, count: usize) -> Vec<Request> {
         };
         let rest = 1 + draw.below(50);
         prompt.extend(draw.tokens(rest));
-        // The last token of an answer is never computed.
+        // An answer's last token is never computed.
         let answer = 1 + draw.below(20.min(MAX_LEN as usize - prompt.len()));
         Request { prompt, answer, arrival }
     };

@@ -10,7 +10,7 @@ use std::path::Path;
 use fmha_kernels_cuda::split::measured::{ROOM, Row, rows};
 use fmha_kernels_cuda::split::price::{CONSTANTS, Common, Constants, Rates, Walk, micros_by};
 
-/// Weight of what choices lose, beside that of the price's error.
+/// Weight of the time that choices lose, relative to that of the price's error.
 const OF_CHOICES: f64 = 3.0;
 
 struct Measured {
@@ -25,13 +25,14 @@ impl Measured {
     }
 }
 
-/// Mean squared logarithms of price by time; mean logarithm of the chosen way's time by the fastest's, and the worst.
+/// Errors of constants: the mean squared logarithm of price by time; the mean logarithm of the chosen way's time by the
+/// fastest way's; the worst of these.
 fn errors(calls: &BTreeMap<String, Vec<Measured>>, constants: &Constants) -> (f64, f64, f64) {
     let (mut squares, mut count, mut lost, mut worst) = (0.0, 0.0, 0.0, 0.0f64);
     for ways in calls.values() {
         let mut chosen = (f64::INFINITY, 0.0);
         for way in ways {
-            // The price is held to the lengths that there were, the choice is made without them.
+            // The price is computed for the actual lengths, but the choice is made without knowing them.
             let known = Common { mean: way.row.mean, ..constants.common };
             let error = (way.price(constants, &known) / way.row.micros).ln();
             squares += error * error;
@@ -52,13 +53,14 @@ fn errors(calls: &BTreeMap<String, Vec<Measured>>, constants: &Constants) -> (f6
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut calls: BTreeMap<String, Vec<Measured>> = BTreeMap::new();
     for row in rows()? {
-        // A way that tiles no longer have is left out.
+        // A way that tiles no longer support is left out.
         let Some(walk) = row.walk(&CONSTANTS) else { continue };
         calls.entry(format!("{} {}", row.run, row.call.name)).or_default().push(Measured { row, walk });
     }
     let mut constants = CONSTANTS.clone();
     let count = constants.named().len();
-    // Prices first; then what choices lose too, which alone has too many places where no small change helps.
+    // Prices are fitted first, and then the loss by choices too: alone, that loss has too many places where no small
+    // change helps.
     for of_choices in [0.0, OF_CHOICES] {
         let sum = |constants: &Constants| {
             let (squares, lost, _) = errors(&calls, constants);

@@ -1,5 +1,5 @@
-//! Lists of keys, and two caches, in the form for tiled kernels: a tile has the query heads of one token and kv
-//! head, and reads that token's keys.
+//! Lists of keys, and two caches, as arguments of tiled kernels, in which a tile has the query heads of one token and
+//! kv head, and reads that token's keys.
 
 use std::ffi::c_void;
 
@@ -44,14 +44,15 @@ pub(crate) fn takes_row_strides(problem: &FwdProblem) -> Result<(), String> {
 #[derive(Clone, Copy)]
 #[allow(clippy::large_enum_variant, reason = "a run makes it on its stack: a box would allocate")]
 pub(crate) enum TokenParams {
-    /// Lists of one cache's keys.
+    /// The keys come from lists over one cache.
     Lists(ListParams),
-    /// Both caches.
+    /// The keys come from two caches.
     Two(TwoCachesParams),
 }
 
 impl TokenParams {
-    /// The kernel argument of a call; without lists and without a second cache no kernel reads it.
+    /// The token argument of a call's kernel. A call without lists and without a second cache gets a value that no
+    /// kernel reads.
     pub(crate) fn of(call: &FwdCall<'_>) -> Self {
         match two_caches_params(call.problem, call.args) {
             Some(two) => Self::Two(two),

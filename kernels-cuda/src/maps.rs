@@ -10,7 +10,7 @@ use fmha_core::{Bias, DType, FwdProblem, Shape, Strides, Totals, VLayout};
 use crate::nvidia::FwdCall;
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts, stride_bytes};
 
-/// A kernel argument with the maps one after another. A kernel that does not load a bias by TMA may declare only
+/// A kernel argument with the tensor maps one after another. A kernel that does not load a bias by TMA may declare only
 /// the first three.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
@@ -21,11 +21,11 @@ pub struct Maps {
     bias: TensorMap,
 }
 
-/// Elements that a kernel's TMA brings at once.
+/// Extents of the boxes that a kernel's TMA instructions load.
 pub struct Boxes {
-    /// (dim, heads of a group, rows, kv heads, batch).
+    /// Box of Q: (dim, heads of a group, rows, kv heads, batch).
     pub q: [i32; 5],
-    /// (dim, rows, heads, batch).
+    /// Box of K: (dim, rows, heads, batch).
     pub k: [i32; 4],
     /// Box of V; (rows, dim, heads, batch) for a column-major V.
     pub v: [i32; 4],
@@ -64,7 +64,7 @@ impl BlocksOfV {
     }
 }
 
-/// Inputs of maps besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
+/// Inputs of tensor maps besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Places {
     addresses: [u64; 4],
@@ -77,8 +77,9 @@ struct Places {
 pub struct LastMaps(Mutex<Option<(Places, Maps)>>);
 
 impl LastMaps {
-    /// Maps of a call of the plan. If another thread's call holds the lock of the last maps, this call encodes its
-    /// own maps instead of waiting. `v` is a V in the workspace; the boxes are computed only if maps are encoded.
+    /// Encodes the tensor maps of a call, or returns those of the last call. If another thread's call holds the lock of
+    /// the last maps, this call encodes its own maps instead of waiting. `v` is a V in the workspace; the boxes are
+    /// computed only if maps are encoded.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -91,7 +92,7 @@ impl LastMaps {
         self.of_turned::<D>(call, None, v, boxes)
     }
 
-    /// Like [`Self::of`], for a call whose queries a launch before has rotated and written to the workspace at `q`.
+    /// Like [`Self::of`], for a call whose queries an earlier launch has rotated and written to the workspace at `q`.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -123,7 +124,7 @@ impl LastMaps {
 }
 
 impl Maps {
-    /// Unread maps, for a kernel that copies without TMA.
+    /// Maps with no content, for a kernel that copies without TMA.
     pub(crate) const UNREAD: Self =
         Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD, bias: TensorMap::UNREAD };
 }
@@ -131,13 +132,13 @@ impl Maps {
 /// Contents of the tensor maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head,
 /// batch)`, the bias `(key, query, head, batch)`.
 pub struct MapFacts {
-    /// Map of Q.
+    /// Tensor map of Q.
     pub q: TensorMapFacts<5, 4>,
-    /// Map of K.
+    /// Tensor map of K.
     pub k: TensorMapFacts<4, 3>,
-    /// Map of V, or of the V that is prepared in the workspace.
+    /// Tensor map of V, or of the V that is prepared in the workspace.
     pub v: TensorMapFacts<4, 3>,
-    /// Map of the bias, where TMA loads it.
+    /// Tensor map of the bias, if TMA loads it.
     pub bias: Option<TensorMapFacts<4, 3>>,
 }
 
@@ -205,7 +206,7 @@ impl MapFacts {
 pub(crate) fn stored_types(problem: &FwdProblem) -> [DType; 3] {
     match problem.block_scales.map(|scales| scales.format.elem()) {
         Some(ElemType::Number(elem)) => [elem; 3],
-        // Pairs move as bytes.
+        // NVFP4's pairs of elements are moved as bytes.
         Some(ElemType::E2m1Pair) => [DType::E4m3Fn; 3],
         _ => [problem.dtypes.qk, problem.stored_k(), problem.stored_v()],
     }

@@ -38,7 +38,7 @@ pub struct DeviceInfo {
     pub memory: (i32, i32),
 }
 
-/// Threads that a multiprocessor holds at a time.
+/// Threads that a multiprocessor holds at the same time.
 const THREADS_PER_SM: u32 = 2048;
 
 /// A launch whose CTAs process rows without dynamic shared memory: the threads of a multiprocessor limit how many
@@ -89,7 +89,7 @@ const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
 /// nothing else reads an architecture's name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Instructions {
-    /// `cp.async.bulk.tensor`.
+    /// Whether the device has TMA: `cp.async.bulk.tensor`.
     pub tma: bool,
     /// Products of a warpgroup: `wgmma`.
     pub wgmma: bool,
@@ -99,7 +99,7 @@ pub struct Instructions {
     pub reducing_loads: bool,
     /// Asynchronous copies to shared memory, and a warp's products of bf16: `cp.async`, `mma.sync`.
     pub mma_sync: bool,
-    /// Conversions to OCP FP8.
+    /// Whether the device has conversions to OCP FP8.
     pub converts_fp8: bool,
 }
 
@@ -128,9 +128,9 @@ pub struct MatrixSums {
 }
 
 impl MatrixSums {
-    /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024,
-    /// section 3.5.2) says of the H800's FP8 that some 14 bits are kept; the exact rule was found by fitting models
-    /// to an H200's LSE: docs/kernels/sm90-fwd.md.
+    /// Sums of Hopper's tensor cores; a step is the products of one instruction along the head dim. DeepSeek-V3's
+    /// report (2024, section 3.5.2) says of the H800's FP8 that some 14 bits are kept; the exact rule was found by
+    /// fitting models to an H200's LSE: docs/kernels/sm90-fwd.md.
     const HOPPER: Self = Self {
         of_16_bits: ScoreSums::Cut { products: 16, bits: 26 },
         of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
@@ -163,12 +163,12 @@ impl DeviceFacts {
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
     pub fn of<V: Nvidia>(device: &DeviceInfo) -> Result<Self> {
         let (major, minor) = device.capability;
-        // Kernels for 9.0 and 10.0 use instructions of that very architecture.
+        // Kernels for 9.0 and 10.0 use instructions that only this exact architecture has (suffix `a`).
         let suffix = if major >= 9 { "a" } else { "" };
         let flops = (device.capability == (9, 0))
             .then(|| HOPPER_FLOPS_PER_CLOCK * f64::from(device.num_sms) * f64::from(device.clock_khz) * 1e3);
         let (memory_khz, bus_bits) = device.memory;
-        // Two transfers a clock.
+        // Memory makes two transfers a clock.
         let bytes = f64::from(memory_khz) * 1e3 * 2.0 * f64::from(bus_bits) / 8.0;
         let arch = format!("sm_{major}{minor}{suffix}");
         let mut facts = Self {
@@ -197,7 +197,7 @@ impl DeviceFacts {
         TunedTiles::load(&self.device, &tuned_kernels::<V>(), &crate::headers())
     }
 
-    /// Checks that the device has the instructions that a kernel needs.
+    /// Checks that the device has the instructions `what` that a kernel needs, as `there` says.
     ///
     /// # Errors
     /// The architecture, and the instructions that it lacks.

@@ -1,15 +1,14 @@
-//! Requirements of loads and stores on operands, for every kernel: strides and lengths of a forward call,
-//! addresses.
+//! Requirements of every kernel's loads and stores on its operands: strides and lengths of a forward call, addresses.
 
 use fmha_core::{Bias, DType, FwdProblem, KvLayout, PlanOptions, Refusal, Strides, VLayout};
 use fmha_gpu::Operand;
 
-/// Requirements on addresses of TMA, and of copies and stores of 16 bytes.
+/// Alignment in bytes of addresses for TMA, and for copies and stores of 16 bytes.
 pub(crate) const ALIGN: u64 = 16;
 
 /// The strides in use, except strides of 1 within a row: tensor name, axis, elements.
 pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
-    // Rows of bytes have the strides of their format, whatever the strides in elements.
+    // Rows of bytes have the strides of their format, whatever the strides in elements say.
     let apart = |strides: Strides| match problem.cache.rows {
         Some(rows) => Strides { seq: rows.stride().into(), ..strides },
         None => strides,
@@ -19,7 +18,7 @@ pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static st
         ("k", apart(problem.strides.k), problem.shape_k(), true),
         ("v", apart(problem.strides.v), problem.shape_v(), problem.layout.v == VLayout::RowMajor),
     ];
-    // A second cache is of the first's types.
+    // A second cache has the types of the first one.
     let second = problem.second.map(|second| {
         let alone = second.alone(problem);
         [("k", apart(second.k), alone.shape_k(), true), ("v", apart(second.v), alone.shape_v(), true)]
@@ -48,7 +47,7 @@ pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static
     })
 }
 
-/// Number of keys of a page that one TMA instruction loads into a block of `block_n` keys. 0 if K and V are not
+/// Number of keys of a page that one TMA instruction loads into a block of `block_n` keys. Returns 0 if K and V are not
 /// paged, or if TMA cannot load a page's part: a box must be a multiple of 8 rows, the period of the swizzle.
 pub(crate) fn page_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     let Some(page_size) = problem.layout.kv.page_size().filter(|_| problem.layout.v == VLayout::RowMajor)
@@ -62,7 +61,7 @@ pub(crate) fn page_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     if keys % 8 == 0 { keys.cast_signed() } else { 0 }
 }
 
-/// Whether K and V lie in pages that TMA does not bring to blocks of `block_n`.
+/// Whether K and V lie in pages that TMA cannot load into blocks of `block_n` keys.
 pub(crate) fn has_odd_pages(problem: &FwdProblem, block_n: i32) -> bool {
     problem.layout.kv.is_paged() && page_keys(problem, block_n) == 0
 }
@@ -85,7 +84,7 @@ pub(crate) fn stores_vectors(problem: &FwdProblem) -> bool {
         && whole(head, shape.head)
 }
 
-/// Elements that the widest swizzle spans of rows of `elems`: of 128, 64 or 32 bytes.
+/// Number of elements in the widest swizzle span (128, 64 or 32 bytes) that divides rows of `elems` elements.
 pub(crate) const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
     let size = dtype.size_bytes() as i32;
     let bytes = match elems * size {
@@ -150,7 +149,7 @@ pub(crate) fn alignment(
     let loads = if copy_bytes > 0 { u64::from(copy_bytes.unsigned_abs()) } else { ALIGN };
     match operand {
         Operand::Q => loads,
-        // A tensor without rows may lie anywhere.
+        // A tensor without rows is never read, so its address may be anything.
         Operand::K | Operand::V if problem.shape_k().seq > 0 => loads,
         Operand::O if stores_vectors => ALIGN,
         _ => 1,
@@ -171,9 +170,9 @@ pub(crate) fn refuse_row_invariant(options: &PlanOptions, kernel: &'static str) 
     Ok(())
 }
 
-/// Refuses what keeps no rows of equal bits, or was tried with no pair of calls that have rows in common: Q in FP8, so
-/// O in FP8 too, which goes with no other Q; a mask as code, which hides keys that other calls leave out, so that the
-/// keys that a row sees begin elsewhere in its parts.
+/// Refuses problems whose rows would not have equal bits in other calls, or for which no pair of calls was tested: Q in
+/// FP8 (and so O in FP8, which needs it); a mask as code, which hides keys that other calls leave out, so that a row's
+/// keys begin at other places in its parts.
 ///
 /// # Errors
 /// In `kernel`'s name, the field and its value.

@@ -42,12 +42,13 @@ pub(crate) fn has_gradients_of_wgmma(problem: &BwdProblem, facts: &DeviceFacts) 
         && problem.dcaptured.is_empty()
 }
 
-/// The problem's spec with a mask: a row has equal bits with a mask that hides none of its keys and without one
-/// only if both use the masked text. Without a mask P of bf16 is shifted by another power of two, and rounds
+/// The problem's spec with a mask: a row has equal bits with a mask that hides none of its keys and without one only if
+/// both kernels are compiled for a mask. Without a mask P of bf16 is shifted by another power of two, and rounds
 /// differently.
 pub(crate) fn under_a_mask(spec: FwdSpec) -> FwdSpec {
     if spec.mask == MaskKind::Full { FwdSpec { mask: MaskKind::Upper, ..spec } } else { spec }
 }
 
-/// By how much a maximum may lag, in log2, of a call that both kernels may have.
+/// Log2 of the factor by which scores may exceed the running maximum before it is raised, in calls that either kernel
+/// may compute.
 pub(crate) const LAG_LOG2: i32 = sm80::LAG_LOG2;

@@ -94,11 +94,12 @@ abi_spec! {
     }
 }
 
-/// Most CTAs of a cluster, and scores of a thread: more registers than that a thread of 1024 has not.
+/// Largest number of CTAs of a cluster; the next constant is the largest number of scores of a thread, since a thread
+/// of 1024 has no more registers.
 const MOST_CTAS: u32 = 8;
 const MOST_HELD: u32 = 32;
 
-/// Fewest keys of a CTA where a row has several for speed alone.
+/// Fewest keys of a CTA, where a row is divided among several CTAs only for speed.
 const LEAST_KEYS: u32 = 4096;
 
 impl ClusterChoice {
@@ -161,7 +162,7 @@ pub(crate) fn lists_by_clusters(
     };
     let groups = rows * u64::from(choice.ctas.unsigned_abs());
     let groups = i32::try_from(groups).map_err(|_| format!("{groups} CTAs are more than a grid has"))?;
-    // The grid of lists may start while the scores' grid ends, and then waits for it.
+    // The grid that makes lists may start while the grid that computes scores ends; it then waits for the scores.
     let grid = Grid { dependent: true, ..Grid::new(groups.unsigned_abs(), CHOOSING_THREADS) };
     let words = format!("clusters of {} CTAs to a row, {} scores of each thread", choice.ctas, choice.held);
     Ok(Some((row_launch(at, cluster_choice(&choice), grid, facts), words)))

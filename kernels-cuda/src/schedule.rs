@@ -9,12 +9,12 @@ use crate::tile_list;
 /// How tiles are assigned to CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
-    /// One tile a CTA, in the hardware's order.
+    /// A CTA has one tile; the hardware starts CTAs in the order of the tiles.
     Single,
-    /// One CTA per SM; tile t goes to CTA t mod CTAs, in every second round in reverse order.
+    /// One CTA runs on each SM; tile t goes to CTA t mod CTAs, in every second round in reverse order.
     Static,
-    /// One CTA per SM; an atomic counter gives the next tile index: 4 bytes of workspace, zeroed before each
-    /// launch.
+    /// One CTA runs on each SM; an atomic counter gives it its next tile index: 4 bytes of workspace, zeroed before
+    /// each launch.
     Dynamic,
 }
 
@@ -29,16 +29,16 @@ abi_struct! {
         pub num_m_blocks: i32,
         /// First row block of the launch, if it computes only some.
         pub first_m_block: i32,
-        /// Sequences times heads, times the parts of their keys. Heads are query heads (pairs of them if a cluster
-        /// has two), or kv heads if query heads are packed.
+        /// Number of heads in the schedule: sequences times heads, times the parts of their keys. Heads are query heads
+        /// (pairs of them if a cluster has two), or kv heads if query heads are packed.
         pub num_heads: i32,
         /// Heads of an L2 head group. Its tiles run before the next group's, so that their K and V stay in the L2.
         pub heads_per_l2_group: i32,
     }
 }
 
-/// Bytes of K and V that an L2 head group may have. The L2 has 60 MiB in two halves, each of which holds copies of
-/// the other's data.
+/// Bytes of K and V that one L2 head group may have. The L2 has 60 MiB in two halves, each of which holds copies of the
+/// other's data.
 pub const L2_GROUP_BYTES: i64 = 32 << 20;
 
 /// Query rows and heads of one unit of the schedule (a CTA, or a cluster).
@@ -46,11 +46,11 @@ pub const L2_GROUP_BYTES: i64 = 32 << 20;
 pub(crate) struct UnitOfWork {
     /// Query rows, of all the unit's CTAs.
     pub(crate) rows: i32,
-    /// Number of neighbouring query heads of the unit.
+    /// Number of neighbouring query heads that the unit computes.
     pub(crate) heads: i32,
-    /// Rows are (query, head of a kv head's group) pairs.
+    /// Whether rows are (query, head of a kv head's group) pairs.
     pub(crate) pack_gqa: bool,
-    /// Parts of a sequence's keys, a unit's work each.
+    /// Number of parts into which a sequence's keys are divided; each is a unit's work.
     pub(crate) kv_parts: i32,
 }
 
@@ -92,7 +92,7 @@ impl TileSchedule {
             * problem.dtypes.qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
         let sharing = if unit.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(unit.heads) };
-        // Unmasked tiles are equally long: the row blocks of a head run together and share its K and V.
+        // Tiles without a mask are equally long: the row blocks of a head run at the same time and share its K and V.
         let masked = tile_list::band_of_tiles(problem).kind() != MaskKind::Full;
         let group_bytes = if masked { L2_GROUP_BYTES } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, kv_bytes, sharing, group_bytes);
@@ -133,7 +133,8 @@ impl TileSchedule {
 /// The largest count of heads that fit `group_bytes`, where tiles of a head share `head_bytes`, a multiple of `sharing`
 /// where possible and as even over the groups as can be: a short last group leaves SMs idle.
 pub(crate) fn heads_per_l2_group(num_heads: i64, head_bytes: i64, sharing: i64, group_bytes: i64) -> i64 {
-    // More than 32 make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with 32.
+    // Groups of more than 32 heads make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with
+    // 32.
     let fitting =
         (group_bytes / head_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
     // Groups that divide the heads evenly are preferred: 32 heads in groups of 5 (and one of 2) run at 757 TFLOP/s,

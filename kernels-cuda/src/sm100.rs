@@ -37,9 +37,9 @@ pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
 
 /// Device header of the kernel under masks as data (tensors).
 const MASKED_HEADER: &str = "fmha/sm100/fwd/fwd_masked.cuh";
-/// The header over scales of blocks.
+/// Device header of the kernel over scales of blocks (MXFP8, NVFP4).
 const SCALED_HEADER: &str = "fmha/sm100/fwd/fwd_scaled.cuh";
-/// The text under a tree mask.
+/// Device header of the kernel under a tree mask.
 const TREE_HEADER: &str = "fmha/sm100/fwd/fwd_tree.cuh";
 
 /// Architectures that the kernel is compiled for.
@@ -48,7 +48,7 @@ pub const ARCHS: [&str; 3] = ["sm_100a", "sm_103a", "sm_110a"];
 /// Architectures whose `tcgen05.ld` reduces.
 pub const REDUCING_ARCHS: [&str; 2] = ["sm_103a", "sm_110a"];
 
-/// The architecture whose special-function units have twice the exponentials.
+/// Architecture whose special-function units compute twice as many exponentials a clock.
 pub const FAST_EXP_ARCH: &str = "sm_103a";
 
 /// Columns of tensor memory, all of which one CTA allocates.
@@ -67,11 +67,12 @@ abi_spec! {
         pub order: TileOrder = Takes::all().tuned(),
         /// O is rescaled only if a maximum grew by more than this, in log2; with 0, if it grew at all.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
-        /// Pairs that are polynomials on the multiply-add pipe, of each 16 pairs of exponentials.
+        /// Number of pairs, of each 16 pairs of exponentials, that are computed as polynomials on the multiply-add
+        /// pipe.
         pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
-        /// The loads of S from tensor memory find its maximum, on sm_103a and sm_110a.
+        /// Whether the loads of S from tensor memory also find its maximum, on sm_103a and sm_110a.
         pub load_max: bool = Takes::all().tuned(),
-        /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
+        /// Whether rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
         /// Whether O is stored 16 bytes at a time; otherwise by elements.
         pub vector_store: bool,
@@ -90,11 +91,11 @@ abi_spec! {
         /// Whether the grid may start while the one before it in the stream ends (programmatic dependent launch).
         /// It sets up its barriers first, and then waits for the other grid's writes.
         pub dependent_launch: bool = Takes::all().tuned(),
-        /// Whether, with `pack_gqa`, a group's heads do not divide a query tile's 128 rows: the tile then has
-        /// whole groups, and rows that are left over.
+        /// Whether, with `pack_gqa`, a group's heads do not divide a query tile's 128 rows: the tile then has whole
+        /// groups, and its remaining rows are padding.
         pub whole_groups: bool = Takes::nothing(),
-        /// Keys of a page that one TMA instruction brings, a multiple of 8; 0: the keys of a block lie in a
-        /// row, or are copied.
+        /// Keys of a page that one TMA instruction loads, a multiple of 8; 0: the keys of a block lie in a row, or are
+        /// copied.
         pub page_keys: i32 = Takes::nothing(),
         /// Number of CTAs that walk equal shares of all tiles' blocks, with `split_keys` keys each at least;
         /// 0: a CTA walks a tile, or a part of one.
@@ -102,7 +103,8 @@ abi_spec! {
         /// Whether parts, with `split_keys`, have a fixed number of keys, counted from each sequence's first;
         /// otherwise the number follows from the longest sequence.
         pub fixed_parts: bool = Takes::all(),
-        /// Elements of a row of Q, K and P, and keys of V, that share a scale: 32 of MXFP8, 16 of NVFP4; 0: none.
+        /// Number of elements of a row of Q, K and P, and of keys of V, that share a scale: 32 for MXFP8, 16 for NVFP4;
+        /// 0 without scales.
         pub scale_block: i32 = Takes::nothing(),
     }
 }
@@ -114,8 +116,8 @@ impl Sm100Tile {
         self.block_m / 128
     }
 
-    /// The table's tile of a spec for single CTAs in place of pairs: for few rows, where copies replace TMA, and where
-    /// rows must have the bits of calls that only single CTAs compute.
+    /// The tile in a spec's table for single CTAs in place of pairs of CTAs: for few rows, where copies replace TMA,
+    /// and where rows must have the bits of calls that only single CTAs compute.
     #[must_use]
     pub fn alone(self, spec: &FwdSpec) -> Self {
         if self.cluster == 1 {
@@ -125,8 +127,8 @@ impl Sm100Tile {
         Self { stages: most_stages(spec, &tile), ..tile }
     }
 
-    /// The tile of a spec's table over scales of so many elements: of a CTA by itself, with the most keys a block that
-    /// tensor memory has room for beside scales.
+    /// The tile of a spec's table over scales of so many elements: a tile for single CTAs, with the most keys a block
+    /// for which tensor memory has room beside scales.
     #[must_use]
     pub fn with_scales(self, spec: &FwdSpec, scale_block: i32) -> Self {
         let most_keys = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
@@ -183,13 +185,13 @@ impl Sm100Tile {
         if self.has_pairs() { bytes_of_pairs(spec.head_dim_qk) } else { sm90::padded_dim(spec.head_dim_qk) }
     }
 
-    /// Bytes or elements that the keys of a block take in a column of V.
+    /// Bytes or elements that one column of V has for the keys of a block.
     const fn keys_in_column(&self) -> i32 {
         if self.has_pairs() { self.block_n / 2 } else { self.block_n }
     }
 
-    /// The tile under masks as data: one head's rows, whose blocks a list has. Lists differ in length. Where
-    /// block lists can be met by tiles, they are.
+    /// Adapts the tile to masks as data: its rows have one head, and its key blocks come from a list. Lists differ in
+    /// length, so tiles are taken dynamically. Tile sizes match the sizes of the caller's block lists where they can.
     fn take_lists(&mut self, problem: &FwdProblem, spec: &FwdSpec) {
         *self = self.alone(spec);
         (self.pack_gqa, self.split_keys, self.order) = (false, 0, TileOrder::Dynamic);
@@ -235,14 +237,14 @@ impl Sm100Tile {
         let q = tiles * tile_bytes(128, self.row_of_qk(spec), spec.dtype_qk);
         let scales = round_up(512 * self.scale_tiles(spec), 1024);
         let stats = tiles * 2 * 128 * 4;
-        // Barriers of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's
+        // Barriers: those of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's
         // tile index.
         let barriers = 8 * (5 * tiles + 3 * self.stages + 3 * 2 + 1 + 2 * WORK_SLOTS + 2 + 2);
         let work = WORK_SLOTS * WORK_BYTES + 4 * 4;
         scales + q + round_up(stats + barriers + work, 1024)
     }
 
-    /// Tiles of 128 rows' scales in shared memory.
+    /// Number of tiles in shared memory that have scales, each for 128 rows.
     const fn scale_tiles(&self, spec: &FwdSpec) -> i32 {
         let [qk, v, p] = self.words_of_scales(spec);
         let slot = if qk > v { qk } else { v };
@@ -254,7 +256,7 @@ impl Sm100Tile {
     #[must_use]
     pub const fn tmem_columns(&self, spec: &FwdSpec) -> i32 {
         let [qk, v, p] = self.words_of_scales(spec);
-        // P of pairs has scales of its own in each score slot.
+        // P in E2M1 has scales of its own in each score slot.
         let of_p = if self.has_pairs() { 2 * p } else { self.num_q_tiles() };
         let scales = 4 * (self.num_q_tiles() * qk + 2 * qk + 2 * v + of_p);
         let scales = if self.scale_block == 0 { 0 } else { scales };
@@ -316,7 +318,7 @@ impl Sm100Tile {
         if keys == 0 {
             return tile;
         }
-        // Some row blocks at a time: no launch but the first finds a counter that is zero.
+        // Row blocks are launched in several steps, and only the first finds the counter zero, so no counter is used.
         Self {
             split_keys: keys,
             fixed_parts: true,
@@ -343,7 +345,7 @@ impl Sm100Tile {
         self.vector_store = self.split_keys > 0 || self.vector_store && stores_vectors(problem);
     }
 
-    /// CTAs to launch.
+    /// Number of CTAs to launch.
     #[must_use]
     pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
         if self.shares > 0 {
@@ -468,10 +470,10 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Whether products take these pairs of elements.
+/// Checks that products support these pairs of elements (E2M1).
 ///
 /// # Errors
-/// The field that they do not take, and its number.
+/// The field that they do not support, and its number.
 fn takes_pairs(problem: &FwdProblem) -> Result<(), String> {
     let dim = problem.dims.head_dim_qk;
     if !dim.is_multiple_of(2) {
@@ -499,7 +501,7 @@ fn tma_loads(problem: &FwdProblem, block_n: i32) -> bool {
         && stride_bytes(problem).all(|(_, _, bytes)| bytes % 16 == 0 && bytes < 1 << 40)
 }
 
-/// The most bytes that threads can copy at a time.
+/// Largest number of bytes that threads can copy at a time.
 fn most_copied(problem: &FwdProblem) -> i32 {
     let size_of_v = stored_types(problem)[2].size_bytes() as i64;
     let most = if keys_of_v_begin_anywhere(problem) { size_of_v } else { 16 };
@@ -660,7 +662,7 @@ const fn pairs_pay(spec: &FwdSpec, seqlen_k: u32) -> bool {
     }
 }
 
-/// Keys of a block for a wide head dimension in a single CTA.
+/// Keys of a block, for a wide head dimension in a single CTA.
 const LONE_BLOCK_N: i32 = 64;
 
 /// Whether half of V's columns is whole swizzle spans of 32 bytes or more.

@@ -23,13 +23,13 @@ pub const HEADER: &str = "fmha/sm100/bwd/main.cuh";
 /// Device header of the kernel under masks as data (tensors).
 const MASKED_HEADER: &str = "fmha/sm100/bwd/masked.cuh";
 
-/// Keys of a CTA.
+/// Number of keys of a CTA.
 pub const BLOCK: u32 = 128;
 
-/// Columns of tensor memory.
+/// Number of columns of tensor memory.
 const COLUMNS: i32 = 512;
 
-/// Threads of a CTA.
+/// Number of threads of a CTA.
 pub const THREADS: u32 = 512;
 
 abi_spec! {
@@ -69,7 +69,7 @@ const fn is_wide(head_dim_qk: i32) -> bool {
     head_dim_qk > BLOCK as i32
 }
 
-/// Whether a block of keys is two CTAs': one for dK and dQ, one for dV.
+/// Whether a block of keys is processed by two CTAs: one for dK and dQ, one for dV.
 #[must_use]
 pub const fn in_two(head_dim_qk: i32, head_dim_v: i32) -> bool {
     let sums = product_dim(head_dim_qk) + product_dim(head_dim_v);
@@ -94,7 +94,7 @@ impl Sm100BwdTile {
         let tiles = of_keys + queries * (self.stages_q * qk + self.stages_dout * v + 2 * keys);
         let stats = self.stages_q * 3 * 4 * queries;
         let barriers = 8 * (12 + 2 * (self.stages_q + self.stages_dout));
-        // The address in tensor memory, and which rows are not finite.
+        // These words are the address of tensor memory, and flags of rows with a NaN or an infinity.
         let words = 4 * (1 + 8);
         tiles + round_up(stats + barriers + words, 1024)
     }
@@ -114,11 +114,10 @@ pub fn dq_dim(spec: &BwdSpec) -> u32 {
     product_dim(spec.fwd.head_dim_qk).unsigned_abs()
 }
 
-/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must be
-/// multiples of 16.
+/// Checks that the kernel computes this problem. A problem has no addresses; these must be multiples of 16.
 ///
 /// # Errors
-/// The first fact that it does not take.
+/// The first fact that the kernel does not support.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     sm90_bwd::takes(problem, NAME)?;
     if tile_list::serve(&problem.fwd) || !problem.fwd.code.is_empty() {
@@ -150,7 +149,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm100BwdTile {
     let whole = |strides, shape| sm90_bwd::odd_stride(strides, shape).is_none();
     let mut tile = default_tile(spec);
     tile.fast_softcap = fwd.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
-    // Strides of whole eights, which is more than f32 needs.
+    // Strides must be multiples of eight elements, which is stricter than f32 needs.
     tile.vector_store = u64::from(dims.head_dim_qk).is_multiple_of(elems)
         && u64::from(dims.head_dim_v).is_multiple_of(elems)
         && whole(problem.dk, fwd.shape_k())
@@ -212,14 +211,15 @@ pub fn masked_main(spec: &BwdSpec, tile: &Sm100BwdTile, has_function: bool) -> K
     crate::source(entry.render(), masked_headers)
 }
 
-/// The statistics of query rows under masks as data, a warp to a row: [`BwdParams`](fmha_core::abi::BwdParams) and
-/// [`MaskDataParams`](fmha_core::masks::MaskDataParams).
+/// The launch that computes the statistics of query rows under masks as data, one row a warp. Its arguments are
+/// [`BwdParams`](fmha_core::abi::BwdParams) and [`MaskDataParams`](fmha_core::masks::MaskDataParams).
 #[must_use]
 pub fn masked_stats(spec: &BwdSpec, has_function: bool) -> KernelSource {
     masked_rows("masked_stats", STATS_THREADS, spec, has_function)
 }
 
-/// The launch that finishes dQ under masks as data: the arguments of [`masked_stats`], the CTAs of [`finish_dq`].
+/// The launch that finishes dQ under masks as data, with the arguments of [`masked_stats`] and the grid of
+/// [`finish_dq`].
 #[must_use]
 pub fn masked_finish_dq(spec: &BwdSpec, has_function: bool) -> KernelSource {
     masked_rows("masked_finish_dq", FINISH_THREADS, spec, has_function)
@@ -256,7 +256,8 @@ fn assert_smem(spec: &BwdSpec, tile: &Sm100BwdTile) -> String {
     )
 }
 
-/// The launch that finishes dQ, a CTA to a block of queries of a head: [`BwdParams`](fmha_core::abi::BwdParams).
+/// The launch that finishes dQ, with one CTA for each block of queries of a head. Its argument is
+/// [`BwdParams`](fmha_core::abi::BwdParams).
 #[must_use]
 pub fn finish_dq(spec: &BwdSpec) -> KernelSource {
     let call = "sm100::bwd::finish_dq<kSpec>(p);";

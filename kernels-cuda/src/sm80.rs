@@ -21,15 +21,15 @@ mod table;
 
 pub use table::{Room, choose_tile, default_tile, united_tile, ways_of_few};
 
-/// Most rows of a short query. A short query's tile has the heads of a group side by side if that saves rows, and
-/// its keys may be split.
+/// Most rows of a short query. A short query's tile packs the heads of a group if that saves rows, and its keys may be
+/// split.
 pub const MOST_SHORT_ROWS: u32 = 64;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80";
 
-/// By how much a maximum may lag, in log2, of 16 bits: P up to 2^8 is as exact there as P up to 1, and f32 sums have
-/// room.
+/// Log2 of the factor by which scores may exceed the running maximum before it is raised, for 16-bit P: P up to 2^8 is
+/// as exact there as P up to 1, and f32 sums have room.
 pub(crate) const LAG_LOG2: i32 = 8;
 
 /// Blocks of K, and of V, in shared memory at a time, at most.
@@ -40,19 +40,19 @@ const MOST_SHARES: i32 = 1 << 16;
 
 /// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
-/// Header of the kernel that brings K and V by TMA.
+/// Device header of the kernel that loads K and V by TMA.
 pub const TMA_HEADER: &str = "fmha/sm80/fwd/tma.cuh";
-/// Header of the kernel under a tree mask.
+/// Device header of the kernel under a tree mask.
 const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 /// Device header of the kernel under masks as data (tensors).
 const MASKED_HEADER: &str = "fmha/sm80/fwd/fwd_masked.cuh";
 /// Device header of the kernel over lists of keys.
 const LISTS_HEADER: &str = "fmha/sm80/fwd/fwd_lists.cuh";
-/// The text over two caches.
+/// Device header of the kernel over two caches.
 const TWO_CACHES_HEADER: &str = "fmha/sm80/fwd/fwd_two_caches.cuh";
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct Sm80Tile {
         /// Query rows of a CTA.
         pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),
@@ -83,16 +83,16 @@ abi_spec! {
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
         /// Whether each block's keys lie in one page: blocks divide the page.
         pub block_in_page: bool = Takes::nothing(),
-        /// Rows of 16 bits in shared memory are whole 128 bytes, with zeros beyond the head dimension, so
-        /// that few lanes of a warp's copies name rows of their own.
+        /// Whether 16-bit rows in shared memory are padded with zeros to multiples of 128 bytes. Few lanes of a warp's
+        /// copies then need addresses of other rows.
         pub whole_spans: bool = Takes::nothing(),
         /// Type of K and V in memory: Q's type, or FP8, which is converted on the way to shared memory.
         pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
         /// sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
-        /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
-        /// else they follow the longest one.
+        /// Whether, with `split_keys`, parts have this number of keys in every sequence, counted from its first key;
+        /// otherwise the number follows from the longest sequence.
         pub fixed_parts: bool = Takes::all(),
         /// Number of equal shares of all tiles' blocks that CTAs walk, with `split_keys` keys each at least;
         /// 0: a CTA walks a tile, or a part of one.
@@ -102,7 +102,8 @@ abi_spec! {
         pub shares_a_cta: i32 = Takes::within(1, 64),
         /// Whether the device has an instruction to convert e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
-        /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
+        /// Whether the next grid, which merges the parts, may start while this one ends (programmatic dependent
+        /// launch).
         pub launches_merge: bool = Takes::nothing(),
         /// Whether K and V are loaded by TMA, which an extra warp issues; otherwise all warps copy.
         pub tma: bool = Takes::all(),
@@ -189,15 +190,15 @@ abi_memory! {
     fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     pub const fn smem_bytes(&self, spec: &FwdSpec) of tile: Sm80Tile {
-        /// Part of the dropout generator's work that rows have in common, one per warp.
+        /// Part of the dropout generator's work that is equal for all rows, one set for each warp.
         quads: "DropoutQuads" [self.warps] if spec.dropout => Size::of(512, 16);
-        /// TMA's bytes of a block of K.
+        /// Barrier of a block of K: TMA's bytes have arrived.
         k_full: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
-        /// TMA's bytes of a block of V.
+        /// Barrier of a block of V: TMA's bytes have arrived.
         v_full: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
-        /// One arrival per consumer warp: the block of K has been read.
+        /// Barrier of a slot of K: the block has been read; one arrival per consumer warp.
         k_empty: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
-        /// One arrival per consumer warp: the block of V has been read.
+        /// Barrier of a slot of V: the block has been read; one arrival per consumer warp.
         v_empty: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
         q: "QTile<spec, tile>" => self.qk_size(spec, self.block_m);
         /// Ring of unconverted rows of bytes, which include their scales.
@@ -271,7 +272,7 @@ impl Sm80Tile {
         }
     }
 
-    /// The queries of a call whose parts lie in the workspace at a time.
+    /// How many queries of a call have their parts in the workspace at the same time.
     #[must_use]
     pub fn rows_at_once(&self, problem: &FwdProblem) -> RowsAtOnce {
         // Lists of keys are divided into parts where tokens are few.
@@ -306,13 +307,13 @@ impl Sm80Tile {
             self.warps = (self.block_m / 16 * self.value_parts).min(8);
         }
         if self.shares > 0 || has_other_blocks {
-            // Shares use more blocks at a time than these block sizes leave room for.
+            // Shares use more stages than these block sizes leave room for, so the stages are set again.
             self.fill(&spec, room);
         }
         self.split_keys = split::fixed_keys(problem, self.block_n);
         (self.fixed_parts, self.shares, self.shares_a_cta) = (self.split_keys > 0, 0, 1);
         let tiles = self.schedule(problem).map_or(u32::MAX, |schedule| schedule.num_tiles.unsigned_abs());
-        // Load as many blocks ahead as fit: with one block a CTA waits for each.
+        // Loads as many blocks ahead as fit: with one block a CTA waits for each load.
         for stages in (self.stages + 1..=MOST_STAGES).rev() {
             let ctas = room.ctas(Self { stages, ..*self }.smem_bytes(&spec));
             if ctas >= 1 && tiles <= room.num_sms * ctas.unsigned_abs() {
@@ -359,7 +360,7 @@ impl Sm80Tile {
             if self.unites { lists::words_of_union(problem, self.block_m, self.block_n) } else { 0 };
     }
 
-    /// Whether the kernel can be compiled so.
+    /// Checks that the kernel can be compiled with these fields.
     ///
     /// # Errors
     /// A text that names the fields and numbers that do not go together.
@@ -489,7 +490,7 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     refuse_long_sequences(problem, NAME)
 }
 
-/// Whether Q and K are FP8, and V is of a type that the products support with them.
+/// Checks that Q and K are FP8, and V is of a type that the products support with FP8.
 fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
     let (qk, v, dims) = (problem.dtypes.qk, problem.dtypes.v, problem.dims);
     let takes = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
@@ -658,7 +659,7 @@ fn host_header() -> Header {
 fn stored(problem: &FwdProblem, name: &str) -> DType {
     match name {
         "q" => problem.dtypes.qk,
-        // Strides are in bytes.
+        // Rows of bytes have strides in bytes.
         _ if problem.cache.rows.is_some() => DType::E4m3Fn,
         "k" => problem.stored_k(),
         _ => problem.cache.dtype.unwrap_or(problem.dtypes.v),

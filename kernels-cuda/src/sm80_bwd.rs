@@ -35,15 +35,15 @@ pub enum BwdSums {
     Dq,
     /// dK and dV of a block of keys.
     DkDv,
-    /// dK alone.
+    /// The launch computes only dK.
     Dk,
-    /// dV alone.
+    /// The launch computes only dV.
     Dv,
     /// dBias of a block of queries by a block of keys.
     DBias,
     /// Gradients of captured tensors, of a block of queries.
     Captured,
-    /// dK and dV of a block of keys, which adds to dQ in memory besides.
+    /// dK and dV of a block of keys; the launch also adds to dQ in memory.
     All,
 }
 
@@ -66,23 +66,24 @@ impl BwdSums {
 }
 
 abi_spec! {
-    /// How a launch computes.
+    /// Tile of a launch: the choices with which it computes a problem.
     pub struct Sm80BwdTile {
         /// Rows of a CTA (queries or keys) whose gradients it sums: 16 per warp.
         pub rows: i32 = Takes::among(&[16, 32, 64, 128]),
         /// Rows of the other side in a block.
         pub columns: i32 = Takes::multiples(16, 16, 128),
-        /// Warps of a CTA.
+        /// Number of warps of a CTA.
         pub warps: i32 = Takes::nothing(),
-        /// Blocks in shared memory at a time.
+        /// Number of blocks in shared memory at a time.
         pub stages: i32 = Takes::within(1, 4),
-        /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
+        /// Number of CTAs that a multiprocessor should hold, which limits a thread's registers.
         pub ctas: i32 = Takes::within(1, 8),
         /// Number of fragments that a warp reads from shared memory ahead of the products that use them.
         pub fragments_ahead: i32 = Takes::within(0, 4),
         /// Bytes of a copy, which must divide every stride and address of Q, K, V and dO; 2: by elements.
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
-        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
+        /// Whether scores are soft-capped with one exponential and one reciprocal, for caps of 1e-3 to 64; otherwise to
+        /// f32's accuracy.
         pub fast_softcap: bool,
         /// Whether 16-bit gradients are stored 16 bytes at a time, which needs rows that are multiples of 16 bytes
         /// and begin at such addresses.
@@ -102,7 +103,7 @@ abi_functions! {
             32 * self.warps
         }
 
-        /// Whether a CTA owns queries; else keys.
+        /// Whether a CTA owns queries; otherwise it owns keys.
         const fn owns_queries(&self) -> bool {
             matches!(self.sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured)
         }
@@ -123,17 +124,17 @@ abi_memory! {
     fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     pub const fn smem_bytes(&self, spec: &BwdSpec) of tile: Sm80BwdTile {
-        /// Own rows of V or dO.
+        /// The CTA's own rows of V or dO.
         own_value: "ValueTile<spec, tile.rows>" if self.makes_ds() => tile_size(self.rows, spec.fwd.head_dim_v);
-        /// dS of a block: keys, queries.
+        /// dS of a block, as keys by queries.
         ds: "SmemTile<uint16_t, tile.rows, tile.columns>" if self.adds_dq() => tile_size(self.rows, self.columns);
         /// LSE and delta of the queries of a block that the loop visits.
         stats: "QueryStats<tile.columns>" [self.stages] if !self.owns_queries() => Size::of(12 * self.columns, 16);
-        /// Own rows of Q or K.
+        /// The CTA's own rows of Q or K.
         own_score: "ScoreTile<spec, tile.rows>" => tile_size(self.rows, spec.fwd.head_dim_qk);
-        /// Blocks of K or Q.
+        /// Walked blocks of K or Q.
         score: "ScoreTile<spec, tile.columns>" [self.stages] => tile_size(self.columns, spec.fwd.head_dim_qk);
-        /// Blocks of V or dO.
+        /// Walked blocks of V or dO.
         value: "ValueTile<spec, tile.columns>" [self.stages] => tile_size(self.columns, spec.fwd.head_dim_v);
     }
 }
@@ -165,8 +166,8 @@ impl Sm80BwdTile {
 }
 
 impl Sm80BwdTile {
-    /// Whether all warps have whole products of a block's dQ: sixteen queries each, and of the columns a
-    /// power of two or all.
+    /// Checks that each warp can have whole products of a block's dQ: sixteen queries, and a power of two or all of the
+    /// columns.
     ///
     /// # Errors
     /// A text that names the fields and numbers that do not go together.
@@ -225,7 +226,7 @@ const fn rates(widest: i32) -> Rates {
     }
 }
 
-/// The model's own error.
+/// Smallest modelled gain for which one pass is chosen: the model's own error.
 pub const LEAST_GAIN_OF_ONE_PASS: f64 = 0.03;
 
 /// The two ways to sum dQ (in one pass or two) with their modelled microseconds; only two passes if one pass is
@@ -292,7 +293,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     takes_operands(problem).and_then(|()| takes_lengths(problem)).map_err(|reason| Refusal::new(NAME, reason))
 }
 
-/// Whether Q, K, V and O are of one 16-bit type and no wider than sums in registers, and if not, why.
+/// Checks that Q, K, V and O are of one 16-bit type, and that rows are no wider than registers for the sums allow.
 pub(crate) fn takes_operands(problem: &BwdProblem) -> Result<(), String> {
     let (types, dims) = (problem.fwd.dtypes, problem.fwd.dims);
     if !matches!(types.qk, DType::F16 | DType::Bf16) || types.v != types.qk || types.o != types.qk {
@@ -309,7 +310,7 @@ pub(crate) fn takes_operands(problem: &BwdProblem) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether rows are few enough for indices of 32 bits, and if not, why.
+/// Checks that rows are few enough for 32-bit indices.
 pub(crate) fn takes_lengths(problem: &BwdProblem) -> Result<(), String> {
     let dims = problem.fwd.dims;
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
@@ -373,9 +374,8 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
         one_pass: sums == BwdSums::All,
         sums,
     };
-    // Eight warps share the blocks of the other side. Two CTAs of four warps do not wait for each other, if the
-    // blocks of both fit: on an H200 at D 128 this gives 184 to 207 TFLOP/s full and 173 to 191 causal at 4096; at
-    // D 64 151 to 161.
+    // Eight warps share the walked blocks. Two CTAs of four warps do not wait for each other, if the blocks of both
+    // fit: on an H200 at D 128 this gives 184 to 207 TFLOP/s full and 173 to 191 causal at 4096; at D 64 151 to 161.
     let owned = if matches!(sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured) {
         dims.seqlen_q
     } else {
@@ -431,7 +431,7 @@ pub(crate) fn ctas_of(planes: [u32; 2], blocks: u64) -> Option<u32> {
     u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31)
 }
 
-/// A launch: one argument, [`BwdParams`](fmha_core::abi::BwdParams).
+/// A backward launch. Its only argument is [`BwdParams`](fmha_core::abi::BwdParams).
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -469,7 +469,7 @@ pub fn finish_dq(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     entry(&constants, &bounds, "finish_dq<kSpec, sm80::bwd::DqShape<kSpec, kTile>>(p);")
 }
 
-/// The launch that sums dSink, a CTA to a head.
+/// The launch that sums dSink, with one CTA for each head.
 #[must_use]
 pub fn dsink(spec: &BwdSpec) -> KernelSource {
     entry(&[("kSpec", spec)], &format!("__launch_bounds__({DSINK_THREADS})"), "sm80::bwd::dsink<kSpec>(p);")

@@ -14,10 +14,10 @@ use crate::nvidia::{DeviceFacts, Nvidia, row_launch};
 /// The kernel's name.
 pub const NAME: &str = "sm80_index";
 
-/// Threads of a CTA; half of them if a sequence has few rows.
+/// Threads of a CTA. A CTA has half as many if a sequence has few rows.
 const NUM_THREADS: u32 = 256;
 
-/// Fewest rows of a sequence for which a CTA has all of its threads.
+/// Fewest rows of a sequence for which a CTA has all its threads.
 const SHORT_ROWS: u32 = 8;
 
 /// Shared memory that a kernel has without asking for more, bytes.
@@ -27,13 +27,13 @@ const SHARED_BYTES: u32 = 48 << 10;
 const MOST_ROWS: u64 = 64;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct IndexTile {
         /// Threads of a CTA.
         pub num_threads: i32,
         /// Keys of a warp, whose rows are in its registers.
         pub warp_keys: i32,
-        /// The device converts from e4m3.
+        /// Whether the device has an instruction that converts e4m3.
         pub converts_fp8: bool,
     }
 }
@@ -56,7 +56,7 @@ impl IndexTile {
 #[derive(Clone, Copy, Debug)]
 pub struct Sm80Index;
 
-/// Heads in whole rows of a product.
+/// Number of heads, rounded up to whole rows of a product.
 fn padded_heads(indexer: &Indexer) -> u32 {
     indexer.num_heads.next_multiple_of(16)
 }
@@ -128,7 +128,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
         let is_short = problem.seqlen_q < SHORT_ROWS;
         let tile = IndexTile::of(indexer, if is_short { NUM_THREADS / 2 } else { NUM_THREADS }, facts);
         let blocks = u64::from(problem.seqlen_k).div_ceil(tile.block_n());
-        // As long as every multiprocessor has some CTAs.
+        // A CTA takes as many rows as leaves every multiprocessor some CTAs.
         let wanted = rows * blocks / (4 * u64::from(facts.num_sms)).max(1);
         let most = MOST_ROWS.min(problem.seqlen_q.into()).max(1);
         let groups = blocks * rows.div_ceil(wanted.clamp(1, most)).max(1);

@@ -104,7 +104,7 @@ abi_spec! {
         pub order: TileOrder = Takes::all().tuned(),
         /// Whether warpgroups issue products to the tensor cores alternately.
         pub ping_pong: PingPong = Takes::all().tuned(),
-        /// Whether the next tile's first scores are early.
+        /// Whether the next tile's first scores are started with this tile's last output.
         pub lookahead: Lookahead = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
@@ -123,11 +123,11 @@ abi_spec! {
         pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
-        /// Whether, with `pack_gqa`, a group's heads do not divide `block_m`: a tile then has whole groups,
-        /// and rows that are left over.
+        /// Whether, with `pack_gqa`, a group's heads do not divide `block_m`: a tile then has whole groups, and its
+        /// remaining rows are padding.
         pub whole_groups: bool = Takes::nothing(),
-        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
-        /// any cap.
+        /// Whether scores are soft-capped with one exponential and one reciprocal, for caps of 1e-3 to 64; otherwise to
+        /// f32's accuracy for every cap.
         pub fast_softcap: bool,
         /// Whether O is stored 16 bytes at a time (FP8: 4 or 2), which needs rows that are multiples of 16 bytes
         /// and begin at such addresses; otherwise by elements.
@@ -142,12 +142,12 @@ abi_spec! {
         pub stored: DType = Takes::nothing(),
         /// Number of unconverted blocks of K and V of an FP8 cache in shared memory; 0 for other caches.
         pub raw_stages: i32 = Takes::nothing(),
-        /// CTAs that share the loads of K and V: 1 or 2.
+        /// Number of CTAs (1 or 2) that share the loads of K and V.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// Whether a cluster's CTAs have equal query rows of neighbouring heads of a kv head's group; otherwise
         /// neighbouring query rows of one head.
         pub cluster_heads: bool = Takes::all().tuned(),
-        /// Q is held in registers through a tile, not read from shared memory by each product.
+        /// Whether Q is held in registers during a tile; otherwise each product reads it from shared memory.
         pub q_in_registers: bool = Takes::all().tuned(),
         /// Type of the product P V.
         pub pv: ValueProduct,
@@ -156,11 +156,11 @@ abi_spec! {
         pub prepare_v: PrepareV = Takes::all().tuned(),
         /// Number of columns of O that a flushed P V sums at a time, if registers are short; 0: all columns.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
-        /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
-        /// themselves; 0: threads read their elements from memory.
+        /// Number of blocks of an elementwise 16-bit bias that TMA loads into shared memory ahead, separately for each
+        /// warpgroup's rows; 0: threads read their elements from memory.
         pub bias_stages: i32 = Takes::within(0, 4).tuned_over(&[1, 2]),
-        /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
-        /// it sets up its barriers and then waits for that one's memory.
+        /// Whether the grid may start while the previous grid of the stream ends (programmatic dependent launch). It
+        /// sets up its barriers, and then waits for the previous grid's writes.
         pub dependent_launch: bool = Takes::all().tuned(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
         /// sees all keys.
@@ -168,10 +168,10 @@ abi_spec! {
         /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
         /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// Whether a CTA processes all parts of its rows (with this many keys each, like `fixed_parts`) and merges
-        /// them itself, bit-equal to parts merged by a second kernel; 0 if not.
+        /// Whether a CTA processes all parts of its rows (with this many keys each, like `fixed_parts`) and merges them
+        /// itself, with the same bits as a second kernel would; 0 if not.
         pub fold_keys: i32 = Takes::multiples(16, 0, 1 << 24),
-        /// Whether what a CTA has folded lies in shared memory; else in the workspace.
+        /// Whether the merged result of a CTA's parts lies in shared memory; otherwise it lies in the workspace.
         pub fold_in_shared: bool = Takes::all(),
         /// Number of CTAs that walk equal shares of all tiles' blocks, with `split_keys` keys each at least;
         /// 0: a CTA walks a tile, or a part of one.
@@ -182,7 +182,7 @@ abi_spec! {
 /// Most CTAs among which all tiles' blocks of keys are divided in equal shares.
 const MOST_SHARES: i32 = 1 << 16;
 
-/// Most unconverted blocks of an FP8 cache: some 64 KB are in flight.
+/// Most unconverted blocks of an FP8 cache in shared memory: some 64 KB are then in flight.
 const MOST_RAW_STAGES: i32 = 4;
 
 /// Shared memory that one CTA can have, bytes.
@@ -216,7 +216,7 @@ abi_functions! {
 
 abi_functions! {
     fn tile_text() of tile: Sm90Tile {
-        /// Consumer warpgroups, of 64 rows each; one more loads.
+        /// Number of consumer warpgroups, of 64 rows each; one more warpgroup loads.
         pub const fn num_consumers(&self) -> i32 {
             self.block_m / 64
         }
@@ -237,7 +237,7 @@ abi_functions! {
             !matches!(self.lookahead, Lookahead::Off)
         }
 
-        /// Rows of Q that are loaded at once.
+        /// Number of rows of Q that are loaded at once.
         pub const fn q_rows(&self) -> i32 {
             if self.splits_q() { 64 } else { self.block_m }
         }
@@ -256,12 +256,13 @@ abi_functions! {
             matches!(self.pv, ValueProduct::Flushed | ValueProduct::FlushedFirst)
         }
 
-        /// Whether a V of 8 bits is brought to f16 in shared memory (`widen_values.cuh`), and P V a product of f16.
+        /// Whether an 8-bit V is converted to f16 in shared memory (`widen_values.cuh`), so that P V is a product of
+        /// f16.
         const fn widens_v(&self, spec: &FwdSpec) -> bool {
             spec.dtype_v.is_fp8() && matches!(self.pv, ValueProduct::F16)
         }
 
-        /// Type of P V's operands.
+        /// Type of the operands of the product P V.
         const fn operand_v(&self, spec: &FwdSpec) -> DType {
             if self.widens_v(spec) { DType::F16 } else { spec.dtype_v }
         }
@@ -305,20 +306,20 @@ abi_memory! {
     fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     pub const fn smem_bytes(&self, spec: &FwdSpec) of tile: Sm90Tile {
-        /// O in f32 of the parts above, where a CTA folds its rows' parts, and their tops and sums
-        /// (`folded_output.cuh`): the first, so that its address needs no object.
+        /// O in f32 of the parts of the keys so far, and their maxima and sums, where a CTA merges its rows' parts
+        /// (`folded_output.cuh`). It is the first member, so that its address needs no computation.
         fold: "FoldPlace<spec, tile>" if self.fold_in_shared
             => Size::tile(round_up(4 * self.block_m * (product_dim(spec.head_dim_v, spec.dtype_v) + 2), 1024));
-        /// V as it lies in memory, where it is prepared.
+        /// V as it lies in memory, before it is prepared for the products.
         raw: "RawTile<spec, tile>" [self.stages] if self.prepares_v(spec)
             => Size::tile(self.block_n * padded_dim(spec.head_dim_v));
         /// Unconverted blocks of K and V of an FP8 cache, in the order in which they are loaded.
         cache: "RawBlock<spec, tile>" [self.raw_stages] => Size::tile(self.block_n * widest_row(spec));
-        /// The bias of the next blocks, 64 rows of a warpgroup at a time.
+        /// The bias of the next blocks, in tiles of one warpgroup's 64 rows.
         bias: "BiasTile<tile>" [self.num_bias_slots()] => Size::tile(64 * self.block_n * 2);
-        /// Part of the dropout generator's work that rows have in common, one per consumer warp.
+        /// Part of the dropout generator's work that is equal for all rows, one set for each consumer warp.
         quads: "DropoutQuads" [4 * self.num_consumers()] if spec.dropout => Size::of(512, 16);
-        /// Q in one piece, or in a warpgroup's 64 rows each.
+        /// Q in one piece, or in pieces of one warpgroup's 64 rows.
         q: "QTile<spec, tile>" [self.q_buffers()]
             => Size::tile(self.q_rows() * tile_dim(spec.head_dim_qk, spec.dtype_qk) * elem_bytes(spec.dtype_qk));
         k: "KTile<spec, tile>" [self.stages]
@@ -327,31 +328,34 @@ abi_memory! {
             => Size::tile(self.block_n * self.dim_v(spec) * elem_bytes(self.operand_v(spec)));
         /// Barrier for Q: TMA bytes, or the arrivals of the threads that copied it.
         q_full: "Barrier" [self.q_buffers()] => Size::BARRIER;
-        /// One arrival per warp that reads it.
+        /// Barrier of a slot of Q that has been read: one arrival per warp that reads Q.
         q_empty: "Barrier" [self.q_buffers()] => Size::BARRIER;
         /// Barrier for one K block: TMA bytes, or the arrivals of the threads that copied it.
         k_full: "Barrier" [self.stages] => Size::BARRIER;
-        /// One arrival per consumer warp of the cluster.
+        /// Barrier of a slot of K that has been read: one arrival per consumer warp of the cluster.
         k_empty: "Barrier" [self.stages] => Size::BARRIER;
-        /// The bytes of one V block; after `v_raw` the arrivals of the zero or value role.
+        /// Barrier of a V block that is ready for the products: TMA bytes, or after `v_raw` the arrivals of the zero or
+        /// value role.
         v_full: "Barrier" [self.stages] => Size::BARRIER;
         /// Barrier for one V block that must still be prepared or partly zeroed, or for an unconverted block.
         v_raw: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
-        /// One arrival per warp that prepares V, or converts K and V.
+        /// Barrier of an unprepared block that has been read: one arrival per warp that prepares V, or converts K and
+        /// V.
         v_raw_empty: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
-        /// One arrival per consumer warp of the cluster.
+        /// Barrier of a slot of V that has been read: one arrival per consumer warp of the cluster.
         v_empty: "Barrier" [self.stages] => Size::BARRIER;
-        /// The bytes of a warpgroup's bias for one block.
+        /// Barrier of a warpgroup's bias for one block: TMA bytes.
         bias_full: "Barrier" [max(self.num_bias_slots(), 1)] => Size::BARRIER;
-        /// One arrival per warp of that warpgroup.
+        /// Barrier of a warpgroup's bias that has been read: one arrival per warp of the warpgroup.
         bias_empty: "Barrier" [max(self.num_bias_slots(), 1)] => Size::BARRIER;
         /// Barrier of a slot of the tile queue: the schedule role arrives when it has written the next tile.
         work_full: "Barrier" [WORK_SLOTS] => Size::BARRIER;
         /// Barrier with one arrival per warp that reads the tile index: consumers, load, zero or value, bias.
         work_empty: "Barrier" [WORK_SLOTS] => Size::BARRIER;
-        /// The first CTA's schedule role has written `claimed` of the second: one arrival.
+        /// Barrier at which the first CTA's schedule role arrives when it has written the second CTA's `claimed`: one
+        /// arrival.
         claimed_full: "Barrier" => Size::BARRIER;
-        /// The second CTA's schedule role has read `claimed`: one arrival.
+        /// Barrier at which the second CTA's schedule role arrives when it has read `claimed`: one arrival.
         claimed_empty: "Barrier" => Size::BARRIER;
         work: "Work" [WORK_SLOTS] => Size::of(WORK_BYTES, 4);
         /// Index of the next tile.
@@ -363,7 +367,7 @@ abi_memory! {
     }
 }
 
-/// Elements of a row of K and of V in shared memory, of caches of 8 bits as in 16.
+/// Elements of a row of K and V in shared memory: a cache of 8-bit elements has as many as one of 16-bit elements.
 const fn widest_row(spec: &FwdSpec) -> i32 {
     max(tile_dim(spec.head_dim_qk, spec.dtype_qk), tile_dim(spec.head_dim_v, spec.dtype_v))
 }
@@ -397,8 +401,8 @@ impl Sm90Tile {
         Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares }
     }
 
-    /// Sets the fields that follow from the others, from how many query heads a kv head has, and from the size of a
-    /// page.
+    /// Sets the fields that follow from other fields, from the number of query heads per kv head, and from the page
+    /// size.
     pub fn place(&mut self, problem: &FwdProblem) {
         let ratio = problem.gqa_ratio().max(1);
         self.whole_groups = self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(ratio);
@@ -444,7 +448,7 @@ impl Sm90Tile {
         self.cut(problem).rows_at_once(problem, self.rows_of_tile(problem), self.pack_gqa)
     }
 
-    /// The orders that a call's tiles may have, the tile's own first, with modelled times. Empty if the table's
+    /// Candidates for the order of a call's tiles, with modelled times; the tile's own is first. Empty if the table's
     /// rule decides.
     #[must_use]
     pub fn orders(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
@@ -457,16 +461,16 @@ impl Sm90Tile {
         cost::has_orders(problem)
     }
 
-    /// Query rows and keys that a call's tiles may have, its own first, with modelled times. Empty if the table's
-    /// rule decides.
+    /// Candidates for the query rows and keys of a call's tiles, with modelled times; the tile's own are first. Empty
+    /// if the table's rule decides.
     #[must_use]
     pub fn shapes(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
         cost::shapes(self, problem, num_sms)
     }
 
-    /// The tiles, besides this one and in its order, of calls that differ from the problem only in sizes: with
-    /// other shapes, and for shared kv heads both with the heads of a group side by side and without, which depends
-    /// on how many rows that saves.
+    /// The tiles, besides this one and in its order, of calls that differ from the problem only in sizes: with other
+    /// shapes, and for shared kv heads both with packed heads of a group and without, which depends on how many rows
+    /// packing saves.
     #[must_use]
     pub fn of_other_sizes(&self, problem: &FwdProblem) -> Vec<Self> {
         let spec = spec_of(problem);
@@ -490,8 +494,8 @@ impl Sm90Tile {
         cost::shapes_of_other_sizes(self, problem, &spec_of(problem))
     }
 
-    /// The tile with this many query rows and keys, at least its own; it has fewer stages, so that they hold as
-    /// many keys as before.
+    /// The tile with this many query rows and keys, at least its own; with more keys it has fewer stages, so that they
+    /// hold as many keys as before.
     #[must_use]
     pub const fn of_shape(&self, (block_m, block_n): (i32, i32)) -> Self {
         let block_n = if block_n > 1 { block_n } else { 1 };
@@ -508,7 +512,7 @@ impl Sm90Tile {
         Some(cost::micros(self, problem, &self.schedule(problem).ok()?, num_sms))
     }
 
-    /// CTAs to launch.
+    /// Number of CTAs to launch.
     #[must_use]
     pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
         if self.shares > 0 {
@@ -558,7 +562,7 @@ impl Sm90Tile {
         (self.split_keys, self.fixed_parts, self.shares) = (keys, true, 0);
     }
 
-    /// Folds parts in shared memory where that has room, which may be the next tile's Q's.
+    /// Places the merged parts in shared memory if that has room; they may take the room of the next tile's Q.
     fn fold_where_there_is_room(&mut self, spec: &FwdSpec) {
         let here = Self { fold_in_shared: true, ..*self };
         let without = Self { lookahead: Lookahead::Off, ..here };
@@ -566,7 +570,7 @@ impl Sm90Tile {
         *self = [here, without].into_iter().find(fits).unwrap_or(*self);
     }
 
-    /// Whether one thread loads K and V, which can wait for those that come while the kernel runs.
+    /// Whether one thread loads K and V. That thread can wait for keys that arrive while the kernel runs.
     #[must_use]
     pub fn waits_for_keys(&self) -> bool {
         self.copy_bytes == 0 && self.split_keys == 0 && self.prepare_v == PrepareV::InTile
@@ -603,7 +607,7 @@ impl Sm90Tile {
         4 * SHARES_AT + FOLD_ALIGN + u64::from(ctas) * elems * 4
     }
 
-    /// Workspace bytes, zero before each launch.
+    /// Bytes at the beginning of the workspace that must be zero before each launch.
     #[must_use]
     pub fn counter_bytes(&self, schedule: &TileSchedule, num_sms: u32) -> u64 {
         let cluster = self.cluster.unsigned_abs();
@@ -629,7 +633,8 @@ impl Sm90Tile {
         }
     }
 
-    /// The box of the tensor map of V: [`Self::kv_box`], or a CTA's share of a block that is prepared, `(column, row)`.
+    /// The box of the tensor map of V: that of [`Self::kv_box`], or for a prepared V a CTA's share of a block,
+    /// `(column, row)`.
     #[must_use]
     pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
         if let PrepareV::InTile = self.prepare_v {
@@ -639,7 +644,7 @@ impl Sm90Tile {
         [swizzle_span(columns, self.operand_v(spec)), rows / self.cluster, 1, 1]
     }
 
-    /// Rows and columns of a block of V that is prepared: `[keys, dim]` in f16, or `[dim, keys]`.
+    /// Rows and columns of a prepared block of V: `[keys, dim]` in f16, or `[dim, keys]`.
     #[must_use]
     pub const fn prepared_block(&self, spec: &FwdSpec) -> [i32; 2] {
         let dim = padded_dim(spec.head_dim_v);
@@ -665,7 +670,8 @@ impl Sm90Tile {
         boxes
     }
 
-    /// The box of the bias's tensor map `(key, query, head, batch)`: a swizzle's keys of a warpgroup's rows.
+    /// The box of the bias's tensor map `(key, query, head, batch)`: as many keys as a swizzle span has, and a
+    /// warpgroup's rows.
     #[must_use]
     pub const fn bias_box(&self) -> [i32; 4] {
         [swizzle_span(self.block_n, DType::Bf16), 64, 1, 1]

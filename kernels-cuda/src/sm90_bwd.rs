@@ -39,7 +39,7 @@ pub const NAME: &str = "sm90";
 /// Name under which these kernels' measured tiles are stored: [`NAME`] is also the forward kernel's.
 pub const LABEL: &str = "sm90-bwd";
 
-/// The headers that their entries include.
+/// The device headers that the kernels' entries include.
 pub const HEADERS: [&str; 7] = [
     "fmha/sm90/bwd/preprocess.cuh",
     "fmha/sm90/bwd/main.cuh",

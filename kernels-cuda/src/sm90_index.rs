@@ -1,4 +1,5 @@
-//! Scores of an indexer on Hopper's wgmma: a warpgroup has keys in registers, and tokens pass by in shared memory.
+//! Scores of an indexer on Hopper's wgmma: a warpgroup holds keys in registers, and multiplies them with tokens that
+//! are loaded to shared memory one after another.
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::choose_params::IndexSpec;
@@ -16,28 +17,28 @@ use crate::tma::{TensorMap, TensorMapFacts, stride_bytes};
 /// The kernel's name.
 pub const NAME: &str = "sm90_index";
 
-/// Keys of a product: `kRows`.
+/// Number of keys in a product: the device's `kRows`.
 const ROWS: i32 = 64;
 
-/// Keys that TMA brings at once, at most.
+/// Most keys that one TMA instruction loads.
 const MOST_BOX_KEYS: u32 = 128;
 
 /// Most heads: they are the columns of one product, whose sums a thread holds twice.
 const MOST_HEADS: u32 = 64;
 
-/// Tokens of a piece of work: `kPieceRows`.
+/// Number of tokens of a piece of work: the device's `kPieceRows`.
 const PIECE_ROWS: u32 = 32;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct Sm90IndexTile {
         /// Number of warpgroups that run the matrix products.
         pub warpgroups: i32,
-        /// Times 64 keys of a warpgroup: even.
+        /// Number of tiles of 64 keys that a warpgroup has; it is even.
         pub warpgroup_tiles: i32,
-        /// Tiles of keys in shared memory.
+        /// Number of tiles of keys in shared memory.
         pub stages_k: i32,
-        /// Tokens in shared memory.
+        /// Number of tokens in shared memory.
         pub stages_q: i32,
         /// Number of tokens whose products are issued without a gap.
         pub run_tokens: i32,
@@ -84,13 +85,13 @@ impl Sm90IndexTile {
         Ok(tile)
     }
 
-    /// Keys of a CTA.
+    /// Number of keys of a CTA.
     #[must_use]
     pub fn block_n(&self) -> u64 {
         (self.warpgroups * self.warpgroup_tiles * ROWS).unsigned_abs().into()
     }
 
-    /// Threads of a CTA: a warpgroup loads.
+    /// Number of threads of a CTA: the warpgroups that multiply, and one that loads.
     #[must_use]
     pub fn num_threads(&self) -> u32 {
         ((self.warpgroups + 1) * 128).unsigned_abs()
@@ -135,7 +136,7 @@ pub struct IndexMaps {
     k: TensorMap,
 }
 
-/// Refuses strides that TMA does not take.
+/// Refuses strides that TMA does not support.
 fn takes_strides(strides: IndexStrides, dtype: DType) -> Result<(), String> {
     for (axis, stride) in [("outer", strides.outer), ("key", strides.key)] {
         let bytes = stride * dtype.size_bytes();
@@ -201,7 +202,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm90Index {
         let (spec, tile) = (IndexSpec::of(indexer), Sm90IndexTile::of(indexer, fields)?);
         let shared_bytes = tile.smem_bytes(&spec);
         facts.has_room_for(&tile, shared_bytes as i32, 1)?;
-        // Sequences that the rows may lie in, and groups of rows of each.
+        // Number of sequences to which the rows may belong, and of groups of rows in each.
         let of_sequence = u64::from(problem.seqlen_q).clamp(1, rows.max(1));
         let sequences = (rows.div_ceil(of_sequence) + 1).min(problem.batch.into());
         let blocks = u64::from(problem.seqlen_k).div_ceil(tile.block_n());
@@ -222,7 +223,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm90Index {
 
     fn beside(call: &Call<'_, ValidChoose>, indexer: &Indexer, _: &TileOptions) -> Result<IndexMaps> {
         let problem = call.problem;
-        // Without rows or keys no CTA runs, and no map is read.
+        // Without rows or keys no CTA runs, so no tensor map is read.
         if problem.rows() == 0 || problem.seqlen_k == 0 {
             return Ok(IndexMaps { q: TensorMap::UNREAD, k: TensorMap::UNREAD });
         }

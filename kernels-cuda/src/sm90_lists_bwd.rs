@@ -1,7 +1,7 @@
-//! The backward over lists of keys by `wgmma` on Hopper, for latent rows: what it takes, its entry.
+//! The backward over lists of keys by `wgmma` on Hopper, for latent rows: supported problems, and its entry.
 //!
 //! A cluster of two CTAs has up to 128 query heads of one token (`fmha/sm90/lists/bwd.cuh`). dK and dV are added to
-//! sums in global memory in arbitrary order, where [`sm80_lists_bwd`] has its own, too.
+//! sums in global memory in arbitrary order, as in [`sm80_lists_bwd`].
 
 pub mod recipe;
 
@@ -29,7 +29,7 @@ pub const CTAS: u32 = 2;
 /// Threads of a CTA.
 pub const NUM_THREADS: u32 = 256;
 
-/// Bytes that a copy takes.
+/// Number of bytes that one copy moves.
 pub(crate) const COPY_BYTES: u32 = 16;
 
 /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
@@ -37,7 +37,7 @@ pub(crate) const COPY_BYTES: u32 = 16;
 pub const fn smem_bytes(spec: &BwdSpec) -> i32 {
     let (heads, keys, columns, tail) = (HEADS as i32, 64, 256, 32);
     let tails = if spec.fwd.head_dim_qk > DIM_V as i32 { 2 * (heads + keys) * tail } else { 0 };
-    // Q and dO, K, V or P and dS, a part of S; then numbers of heads and keys, and barriers.
+    // Tiles of Q and dO, of K, of V or P and dS, and of a part of S; then numbers of heads and keys, and barriers.
     let tiles = 2 * (2 * heads + 2 * keys) * columns + 4 * heads * keys / 2;
     tails + tiles + (12 * heads + 24 * keys + 24) / 1024 * 1024 + 1024
 }
@@ -64,7 +64,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// CTAs of the launch; `None` if 2^31 or more.
+/// Number of CTAs of the launch; `None` if 2^31 or more.
 #[must_use]
 pub fn ctas(problem: &BwdProblem) -> Option<u32> {
     let dims = problem.fwd.dims;
@@ -72,7 +72,7 @@ pub fn ctas(problem: &BwdProblem) -> Option<u32> {
     ctas_of([dims.batch, dims.num_heads_kv], u64::from(dims.seqlen_q).saturating_mul(parts.into()))
 }
 
-/// The launch: arguments `BwdParams` and [`ListParams`](fmha_core::lists::ListParams).
+/// The launch. Its arguments are `BwdParams` and [`ListParams`](fmha_core::lists::ListParams).
 #[must_use]
 pub fn main(spec: &BwdSpec) -> KernelSource {
     let constants: [(&str, &dyn Literal); 1] = [("kSpec", spec)];

@@ -27,11 +27,11 @@ pub const ROWS: u32 = 64;
 /// Keys of a block.
 pub const KEYS: u32 = 64;
 
-/// Most elements of a key, and of a value; those of latent attention.
+/// Most elements of a row of K, and in the next constant of V: those of latent attention.
 pub(crate) const DIM_QK: u32 = 576;
 pub(crate) const DIM_V: u32 = 512;
 
-/// Elements of a key, and of a value, up to which `sm90` takes them.
+/// Head dimension up to which `sm90` computes a problem, of Q and K and of V.
 pub(crate) const NARROW: u32 = 256;
 
 /// Most CTAs among which all sequences' blocks of keys are divided in equal shares.
@@ -61,13 +61,13 @@ abi_spec! {
         /// Whether V is the first elements of K's rows and is read once with them; otherwise V is read separately,
         /// even if it lies in K.
         pub v_in_k: bool = Takes::nothing(),
-        /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
+        /// Type of K and V in memory: Q's type, or FP8, which is converted on the way to shared memory.
         pub stored: DType = Takes::nothing(),
         /// Whether keys come from a token's list: a tile then has heads of one token and gathers the keys' rows.
         pub listed: bool = Takes::nothing(),
         /// Whether keys come from two caches: those of the first for a token, then those of the second.
         pub two_caches: bool = Takes::nothing(),
-        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; 0: rows are of `stored`.
+        /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes; 0 if rows have elements of type `stored`.
         pub row_bytes: i32 = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
@@ -81,11 +81,12 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// The tiles, a kernel argument.
+    /// Kernel argument that counts the tiles.
     pub struct MlaSchedule {
-        /// Tiles of 64 rows of the longest query, whole clusters.
+        /// Number of tiles of 64 rows of the longest query, rounded up to whole clusters.
         pub num_m_blocks: i32,
-        /// Parts of the longest sequence's keys, as they are merged: those of a cluster are one.
+        /// Number of parts of the longest sequence's keys that are merged; a cluster that folds its parts counts as
+        /// one.
         pub num_parts: i32,
         /// Number of tiles: for each part of each kv head of each sequence.
         pub num_tiles: i32,
@@ -171,7 +172,7 @@ impl Sm90MlaTile {
         Ok(())
     }
 
-    /// Whether CTAs can fold their parts as the tile says.
+    /// Checks that CTAs can fold their parts as the tile's fields say.
     fn check_fold(&self) -> Result<(), String> {
         let folded = self.fold_parts;
         if folded == 1 {
@@ -195,7 +196,7 @@ impl Sm90MlaTile {
         Err(format!("tile fold_parts={folded}: {why}"))
     }
 
-    /// Whether CTAs can walk shares as the tile says.
+    /// Checks that CTAs can walk shares as the tile's fields say.
     fn check_shares(&self, problem: &FwdProblem) -> Result<(), String> {
         split::check_shares(self.shares, self.split_keys, self.listed)?;
         if self.shares > 0 && self.ctas_of_cluster() > 1 {
@@ -211,7 +212,7 @@ impl Sm90MlaTile {
         split::check(problem, self.cut())
     }
 
-    /// Whether registers allow a CTA to walk several parts.
+    /// Checks that registers allow a CTA to walk several parts.
     fn has_registers_to_walk(&self, problem: &FwdProblem) -> Result<(), String> {
         let score = &problem.score;
         if score.bias != Bias::None || !problem.code.is_empty() {
@@ -226,7 +227,7 @@ impl Sm90MlaTile {
         }
     }
 
-    /// CTAs of a cluster.
+    /// Number of CTAs of a cluster.
     #[must_use]
     pub const fn ctas_of_cluster(&self) -> i32 {
         self.cluster * self.fold_parts
@@ -291,7 +292,7 @@ const fn chunks(dim: i32) -> i32 {
     (dim + SPAN - 1) / SPAN
 }
 
-/// Chunks of V's columns, and of O's, that a consumer warpgroup has.
+/// Number of chunks of V's columns, and so of O's, that a consumer warpgroup has.
 const fn chunks_of_half(spec: &FwdSpec) -> i32 {
     (spec.head_dim_v + 2 * SPAN - 1) / (2 * SPAN)
 }
@@ -324,8 +325,8 @@ fn page_without_whole_boxes(problem: &FwdProblem) -> Option<u32> {
     }
 }
 
-/// Checks what the kernels of wide rows, Hopper's and Blackwell's, refuse alike, in `kernel`'s name. An FP8 cache is
-/// let pass.
+/// Checks the conditions that Hopper's and Blackwell's kernels of wide rows have in common; a refusal names `kernel`.
+/// FP8 caches are not checked here.
 ///
 /// # Errors
 /// The first fact that they do not take.
@@ -373,8 +374,8 @@ pub(crate) fn takes_wide_rows(problem: &FwdProblem, kernel: &'static str) -> Res
     refuse_many_rows(problem, 256, kernel)
 }
 
-/// Refuses strides that copies of 16 bytes and TMA do not take: those that are no multiple of `multiple` elements of
-/// the operand of that name.
+/// Refuses strides that copies of 16 bytes and TMA do not support: those that are not a multiple of the number of
+/// elements that `multiple` gives for the operand.
 ///
 /// # Errors
 /// The stride.
@@ -440,11 +441,11 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     in_shares(problem, tile, num_sms).unwrap_or(tile)
 }
 
-/// The tile as [`choose_tile`] has it, in no shares.
+/// The tile of [`choose_tile`] without shares.
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let listed = problem.walks_lists();
-    // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
+    // A tile's rows are the heads of one token, so keys are split by the number of tokens.
     let of_rows = |problem: &FwdProblem| split_keys(problem, units(problem, 1).0, KEYS, num_sms);
     let split_keys = if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) };
     let v_in_k = problem.cache.v_in_k && shares_rows(problem.dims, listed);
@@ -461,8 +462,8 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
         row_bytes: lists::row_bytes(problem),
         vector_store: stores_vectors(problem),
         split_keys,
-        // Pairs fold their parts faster than the merge reads them; more CTAs wait for each other longer. An odd
-        // number of parts would have a CTA more, and with it a second wave.
+        // Pairs fold their parts faster than the merge reads them; more CTAs wait for each other longer. An odd number
+        // of parts would need one more CTA, and so perhaps a second wave.
         fold_parts: if v_in_k && !listed && split_keys > 0 && parts.is_multiple_of(2) { 2 } else { 1 },
         shares: 0,
     }
@@ -471,7 +472,8 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
 /// Most queries of a sequence whose keys CTAs divide into equal shares: those of a cache.
 const MOST_SHARED_QUERIES: u32 = 32;
 
-/// The tile whose CTAs have equal shares of all sequences' blocks, where sequences may be unlike and its price is less.
+/// The tile whose CTAs have equal shares of all sequences' blocks, if sequences may differ in length and its price is
+/// lower.
 fn in_shares(problem: &FwdProblem, tile: Sm90MlaTile, num_sms: u32) -> Option<Sm90MlaTile> {
     let dims = problem.dims;
     let may_be_shared = !tile.listed
@@ -493,8 +495,8 @@ fn in_shares(problem: &FwdProblem, tile: Sm90MlaTile, num_sms: u32) -> Option<Sm
         0 => price.whole(),
         keys => price.parts(f64::from(dims.seqlen_k.div_ceil(keys.unsigned_abs()))),
     };
-    // An FP8 cache has the parts of its 16-bit twin, whose bits it has: where a walk over one has no registers, the
-    // other has no shares.
+    // An FP8 cache must give the bits of the equal 16-bit cache, so both have the same parts: if a kernel for one has
+    // no registers for shares, neither uses them.
     let narrow = Sm90MlaTile { stored: DType::E4m3Fn, by_tma: false, ..shared };
     let both_walk = narrow.has_registers_to_walk(problem).is_ok();
     (may_be_shared && both_walk && shared.check(problem).is_ok() && price.shares() < fixed).then_some(shared)
@@ -653,7 +655,7 @@ mod tests {
     #[test]
     fn parts_fill_one_wave_where_there_are_few_tiles_and_are_none_where_there_are_many() {
         for (batch, heads, seqlen_k, parts) in [
-            // Parts as they are merged: pairs of CTAs fold theirs, where their number is even.
+            // The expected numbers are parts that are merged: pairs of CTAs fold theirs if the number of parts is even.
             (1, 16, 32768, 64),
             (16, 16, 8192, 4),
             (44, 16, 8192, 3),
@@ -722,7 +724,7 @@ mod tests {
         assert_eq!(choose_tile(&narrow, 132).shares, 0);
         let asked = Sm90MlaTile { stored: DType::E4m3Fn, by_tma: false, ..tile };
         assert!(asked.check(&narrow).unwrap_err().contains("beside a soft-cap of 30"));
-        // The twin in 16 bits has no shares either, but may walk in some where it is asked to.
+        // The 16-bit twin has no shares by default either, but may have shares if they are asked for.
         narrow.cache.dtype = None;
         assert_eq!(choose_tile(&narrow, 132).shares, 0);
         tile.check(&narrow).unwrap();

@@ -16,9 +16,9 @@ use fmha_core::{
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_widened";
 
-/// The kernel's name where Blackwell's kernel reads the cache, and where that of wide heads does.
+/// The kernel's name if Blackwell's kernel `sm100` reads the cache.
 pub const NAME_OF_SM100: &str = "sm100_widened";
-/// See [`NAME_OF_SM100`].
+/// The kernel's name if Blackwell's kernel of wide heads, `sm100_mla`, reads the cache.
 pub const NAME_OF_SM100_MLA: &str = "sm100_mla_widened";
 
 /// The kernel's name where the kernel of every NVIDIA GPU reads the cache.
@@ -33,7 +33,7 @@ pub const NUM_THREADS: u32 = 256;
 /// Number of a sequence's keys that one CTA converts.
 const KEYS: u32 = 64;
 
-/// Elements of a key, and of a value, up to which `sm90` and `sm100` read them.
+/// Most elements of a key's and of a value's row that `sm90` and `sm100` read.
 pub(crate) const NARROW: [u32; 2] = [256, 256];
 
 /// The largest workspace that is used by default.
@@ -54,11 +54,12 @@ abi_spec! {
         pub kv_layout: KvKind,
         /// Whether V lies in K's rows.
         pub v_in_k: bool,
-        /// Whether rows are not whole words of 16 codes, or begin within one.
+        /// Whether the cache is converted element by element: its rows are not multiples of 16 FP8 elements, or do not
+        /// begin at such.
         pub by_element: bool,
         /// Whether rows have scales of their own.
         pub scaled: bool,
-        /// Whether the device has conversions of e4m3.
+        /// Whether the device has instructions that convert e4m3.
         pub converts_fp8: bool,
     }
 }
@@ -68,17 +69,17 @@ abi_struct! {
     pub struct WidenedCache {
         /// Converted K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`.
         pub k: View,
-        /// Converted V; unread where V lies in K.
+        /// Converted V; not read if V lies in K.
         pub v: View,
         /// `[batch]`, written: keys of each sequence.
         pub seqused_k: DevPtr<i32>,
         /// `[batch + 1]`, written: the first row of each sequence.
         pub cu_seqlens_k: DevPtr<i32>,
-        /// Scales of K by rows; unread where rows have none.
+        /// Scales of K, one for each row; not read if rows have none.
         pub k_scale: View,
-        /// Scales of V by rows, likewise.
+        /// Scales of V, one for each row; not read if rows have none.
         pub v_scale: View,
-        /// Blocks of keys of the longest sequence.
+        /// Number of blocks of keys of the longest sequence.
         pub num_blocks: i32,
         /// Number of adjacent rows that share a scale.
         pub scale_block: i32,
@@ -88,11 +89,11 @@ abi_struct! {
 /// Offsets of the converted cache's parts in the workspace, after the reading kernel's own part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
-    /// The lengths, i32 `[batch]`.
+    /// Offset of the lengths, i32 `[batch]`.
     pub seqused_k: u64,
-    /// The first rows, i32 `[batch + 1]`.
+    /// Offset of the sequences' first rows, i32 `[batch + 1]`.
     pub cu_seqlens_k: u64,
-    /// K.
+    /// Offset of converted K in the workspace.
     pub k: u64,
     /// Offset of V in the workspace; if V lies in K, the end of the converted cache.
     pub v: u64,
@@ -107,7 +108,8 @@ pub struct Places {
 pub enum Converted {
     /// Keys that some query sees, and the rest of the blocks that they lie in.
     Seen,
-    /// All keys, for a reader whose parts are fixed: one before a window reads a block that is hidden from each row.
+    /// All keys, for a reading kernel with fixed parts: a part before a window reads one block, although it is hidden
+    /// from each row.
     All,
 }
 
@@ -226,9 +228,8 @@ fn leaves_v_in_k(problem: &FwdProblem) -> bool {
     problem.cache.v_in_k && problem.scales.descale_v == Descale::None
 }
 
-/// The problem that the kernel of 16-bit caches has. Packed queries have packed keys too, each sequence's as
-/// far from the last one's as the longest has rows. `most`: elements of a key, and of a value, up to which it reads
-/// them.
+/// The problem that the kernel of 16-bit caches computes on the converted cache. With packed queries keys are packed
+/// too, with room for the longest length in each sequence. `most`: largest row of K, and of V, that the kernel reads.
 ///
 /// # Errors
 /// In `kernel`'s name, the first fact that the launch which widens does not take.
@@ -278,7 +279,7 @@ pub fn wide_problem(
     wide.layout.seqused_k = problem.layout.seqused_k || problem.layout.kv == KvLayout::Packed;
     wide.layout.kv = own;
     [wide.strides.k, wide.strides.v] = strides(problem);
-    // Another launch before appends to the cache as it lies.
+    // An earlier launch appends new keys to the unconverted cache.
     wide.cache.append = None;
     wide.cache.v_in_k = leaves_v_in_k(problem);
     if wide.cache.v_in_k {
@@ -287,7 +288,7 @@ pub fn wide_problem(
     Ok(wide)
 }
 
-/// Most keys that a reader's block may have before or after those that its sequence sees.
+/// Most keys that a block of the reading kernel may have before or after those that its sequence sees.
 const MOST_OF_BLOCK: u32 = 256;
 
 /// Number of CTAs per sequence for the conversion: they convert the keys that the longest sequence's queries see,
@@ -344,7 +345,7 @@ impl Costs {
             + products.max(wide_bytes / BYTES_A_MICRO)
             + 2.0 * LAUNCH_MICROS
             + COLD_MICROS;
-        // Whole 64 rows of the group's heads, of the keys that a row sees in the middle.
+        // Rows in multiples of 64 of the group's heads, times the keys that a row in the middle sees.
         let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
         let tiles =
             |of: u32| rows.div_ceil(of.max(1).into()) as f64 * f64::from(batch) * f64::from(num_heads_kv);
@@ -357,7 +358,7 @@ impl Costs {
     }
 }
 
-/// The launch that brings the cache there: arguments `FwdParams` of the call, [`WidenedCache`].
+/// The launch that converts the cache to the workspace. Its arguments are the call's `FwdParams` and [`WidenedCache`].
 #[must_use]
 pub fn widen(spec: &WidenSpec) -> KernelSource {
     let constants: [(&str, &dyn Literal); 1] = [("kSpec", spec)];

@@ -21,7 +21,7 @@ use crate::{lists, tree_mask};
 /// results of eight rows adds 6 %.
 const LEAST_KEYS: i32 = 256;
 
-/// Parts of a sequence, at most: beyond, parts are longer.
+/// Most parts of a sequence: longer sequences have longer parts.
 const MOST_PARTS: u32 = 128;
 
 /// Offset of the parts in the workspace. The tile counter comes first, then the record of how shares were assigned.
@@ -35,7 +35,7 @@ abi_struct! {
         pub o: DevPtr<f32>,
         /// Natural log-sum-exp.
         pub lse: DevPtr<f32>,
-        /// Record of how shares were dealt (`common/shares.cuh`), for parts that end where CTAs' shares do.
+        /// Record of how shares were assigned to CTAs (`common/shares.cuh`), if parts end where shares end.
         pub shares: DevPtr<i32>,
         /// Elements from row to row of `o`: a multiple of 4.
         pub row: i32,
@@ -60,19 +60,19 @@ abi_struct! {
     }
 }
 
-/// Equal shares of all tiles' blocks of keys, dealt to CTAs.
+/// Division of all tiles' blocks of keys into equal shares, one for each CTA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shares {
     /// Number of CTAs that have a share.
     pub count: u32,
     /// Rows of a tile.
     pub block_m: u32,
-    /// Rows are (query, head of a kv head's group) pairs.
+    /// Whether rows are (query, head of a kv head's group) pairs.
     pub pack_gqa: bool,
 }
 
 impl Shares {
-    /// Query heads of a tile's rows.
+    /// Number of query heads of a tile's rows.
     fn heads(self, problem: &FwdProblem) -> u32 {
         if self.pack_gqa { problem.gqa_ratio() } else { 1 }
     }
@@ -82,23 +82,23 @@ impl Shares {
         problem.dims.seqlen_q.saturating_mul(self.heads(problem)).div_ceil(self.block_m).max(1)
     }
 
-    /// Tiles of a sequence.
+    /// Number of tiles of a sequence.
     fn tiles_of_sequence(self, problem: &FwdProblem) -> u64 {
         u64::from(problem.dims.num_heads_q / self.heads(problem).max(1)) * u64::from(self.row_blocks(problem))
     }
 
-    /// Tiles of a call.
+    /// Number of tiles of a call.
     fn tiles(self, problem: &FwdProblem) -> u64 {
         u64::from(problem.dims.batch).saturating_mul(self.tiles_of_sequence(problem))
     }
 
-    /// Rows of all parts: a part ends with a share or with a tile.
+    /// Number of rows of all parts: a part ends where a share or a tile ends.
     fn part_rows(self, problem: &FwdProblem) -> u64 {
         let rows = u64::from(self.heads(problem)) * u64::from(problem.dims.seqlen_q);
         self.tiles(problem).saturating_add(self.count.into()).saturating_mul(rows)
     }
 
-    /// Parts of a tile at most, where other sequences may be short.
+    /// Largest number of parts of a tile, if other sequences may be short.
     fn most_parts(self, problem: &FwdProblem, block_n: u32) -> u32 {
         let parts = u64::from(self.count) / self.tiles_of_sequence(problem).max(1) + 2;
         problem.dims.seqlen_k.div_ceil(block_n).max(1).min(parts.min(u32::MAX.into()) as u32)
@@ -110,7 +110,7 @@ impl Shares {
         let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
         // The first row of a part is counted from its tile's first head.
         let rows = u64::from(problem.dims.num_heads_q) * u64::from(problem.dims.seqlen_q);
-        // Shares that make no whole stretch of a sequence's tiles belong to no CTA.
+        // CTAs whose shares would not cover a whole stretch of a sequence's tiles get no share.
         let (count, of_sequence) = (u64::from(self.count), self.tiles_of_sequence(problem).max(1));
         let taken = count - count % of_sequence;
         self.tiles(problem).saturating_mul(blocks) < 1 << 30 && rows < 1 << 30 && 8 * taken >= 7 * count
@@ -131,13 +131,13 @@ pub struct Cut {
     pub block_n: i32,
     /// Whether parts are counted from each sequence's first key, whatever the longest length.
     pub fixed: bool,
-    /// Parts end where CTAs' equal shares of all tiles' blocks do, each of `keys` at least.
+    /// Equal shares of all tiles' blocks, each with at least `keys` keys, if parts end where shares end.
     pub shares: Option<Shares>,
 }
 
 impl Cut {
-    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut, and where each
-    /// CTA has a share.
+    /// Number of parts that a launch has for each sequence, by the longest sequence; 1 if keys are not split, or if
+    /// each CTA has a share.
     #[must_use]
     pub fn num_parts(self, problem: &FwdProblem) -> u32 {
         let keys = self.keys.unsigned_abs();
@@ -168,8 +168,8 @@ impl Cut {
         if self.shares.is_some() { dealt_bytes(problem) } else { 0 }
     }
 
-    /// The launches of a call, each for some row blocks of its queries, whose parts are in the workspace meanwhile.
-    /// Without fixed parts queries are short, and one launch handles all.
+    /// The number of row blocks of a call's queries that one launch computes, so that their parts fit the workspace.
+    /// Without fixed parts queries are short, and one launch computes all.
     #[must_use]
     pub fn rows_at_once(self, problem: &FwdProblem, block_m: i32, pack_gqa: bool) -> RowsAtOnce {
         let ratio = if pack_gqa { problem.gqa_ratio() } else { 1 };
@@ -211,12 +211,12 @@ impl Cut {
     }
 }
 
-/// Number of queries, and of row blocks, whose parts are in the workspace at a time.
+/// The queries, and the row blocks, whose parts are in the workspace at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowsAtOnce {
-    /// Row blocks of every head.
+    /// Number of row blocks of every head.
     pub blocks: u32,
-    /// Queries of every sequence.
+    /// Number of queries of every sequence.
     pub queries: u32,
 }
 
@@ -255,7 +255,7 @@ impl KvParts {
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
-        // Heads of a part: in shares a part is of one tile.
+        // Number of heads of a part: with shares, a part belongs to one tile.
         let heads = i64::from(if self.heads > 0 { self.heads } else { whole.num_heads_q });
         // Pointers are moved back, so that query indices count from the sequence's first query.
         let first = i64::from(self.first_row);
@@ -329,10 +329,10 @@ pub(crate) fn check(problem: &FwdProblem, cut: Cut) -> Result<(), String> {
     }
 }
 
-/// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
+/// Most lengths that each CTA of a launch with shares reads: 32 at a time, two or three times.
 pub(crate) const MOST_SCANNED: u32 = 1024;
 
-/// Keys that any query of the longest sequence sees.
+/// Number of keys that the queries of the longest sequence see.
 pub(crate) fn seen_keys(problem: &FwdProblem) -> u32 {
     let dims = problem.dims;
     let band = problem.mask.band(dims.seqlen_q, dims.seqlen_k);
@@ -391,14 +391,15 @@ pub(crate) fn is_never_cut(problem: &FwdProblem, block_n: i32, changes_kernel: b
         || is_short && !few_rows && dims.seqlen_q >= MANY_QUERIES
 }
 
-/// Spec that the forward kernel of a part is compiled for: f32 partial results; a learnable sink joins in the
+/// Spec that the forward kernel is compiled for if it computes parts: O is f32, and the learnable sink is added in the
 /// merge.
 #[must_use]
 pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
     FwdSpec { dtype_o: DType::F32, write_lse: true, sink: false, ..*spec }
 }
 
-/// Warps of a multiprocessor, and of a large device, at once: of 80 registers a lane.
+/// Warps that run at the same time on a multiprocessor, with 80 registers a lane; the next constant is for a large
+/// device.
 const WARPS_A_MULTIPROCESSOR: u32 = 24;
 const WARPS_AT_ONCE: u64 = WARPS_A_MULTIPROCESSOR as u64 * 132;
 
@@ -410,7 +411,7 @@ const MOST_WARPS: u32 = 8;
 pub struct Merging {
     /// K and V as stored, from which a row with very large scores is recomputed.
     pub stored: DType,
-    /// Bytes of a key's row where caches have rows of bytes, else 0.
+    /// Bytes of a key's row if caches have rows of bytes, otherwise 0.
     pub row_bytes: u32,
     /// Warps that share a row: 1, 2, 4 or 8.
     pub warps: u32,
@@ -441,15 +442,15 @@ impl Merging {
             None => cut.num_parts(problem),
         };
         let mut warps = parts.div_ceil(8).next_power_of_two().min(MOST_WARPS);
-        // A warp loads two parts of a wide row at once; where rows leave warps idle, more of them share it. Over lists
-        // the order of sums is not to depend on the batch.
+        // A warp loads two parts of a wide row at once; if rows leave warps idle, several share a row. Over lists the
+        // order of sums must not depend on the batch.
         if problem.dims.head_dim_v > 256 && !problem.walks_lists() {
             let idle = |warps: u32| rows.saturating_mul(warps.into()) <= WARPS_AT_ONCE / 2;
             while warps < parts.div_ceil(2).min(MOST_WARPS) && idle(warps) {
                 warps *= 2;
             }
         }
-        // A row that has all parts is not to cost the many rows with few parts a wave of idle warps.
+        // Rows with few parts are many: a warp for each part of the longest row would cost them a wave of idle warps.
         while cut.shares.is_some() && warps > 1 && rows.saturating_mul(warps.into()) > WARPS_AT_ONCE {
             warps /= 2;
         }
@@ -471,7 +472,7 @@ impl Merging {
     }
 }
 
-/// The merging kernel: [`FwdParams`] of the whole call, and [`KvParts`].
+/// The merging kernel. Its arguments are [`FwdParams`] of the whole call, and [`KvParts`].
 #[must_use]
 pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, KeysOfRows::Band)
@@ -496,7 +497,7 @@ pub fn merge_two_caches(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, KeysOfRows::TwoCaches)
 }
 
-/// Keys of a row that is computed again.
+/// Which keys a recomputed row sees.
 #[derive(Clone, Copy, Debug)]
 enum KeysOfRows {
     Band,
@@ -521,7 +522,7 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
             (header, lists::TWO_PARAM, "merge_two_caches", "p, parts, caches")
         }
     };
-    // The whole spec: a row of very large scores is computed again from Q, K and V.
+    // The spec of the whole call is needed: a row of very large scores is recomputed from Q, K and V.
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
     let entry = Entry {
         include,
@@ -609,8 +610,8 @@ mod tests {
         }
     }
 
-    /// A long query is computed some row blocks at a time: every row block and every query occurs once, in launches
-    /// whose parts fit the workspace.
+    /// A long query is computed in several launches, whose parts fit the workspace: every row block and every query
+    /// occurs once.
     #[test]
     fn a_long_query_is_some_row_blocks_at_a_time() {
         for (heads, queries, pack_gqa, block_m) in

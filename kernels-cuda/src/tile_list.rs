@@ -56,7 +56,7 @@ pub(crate) fn refuse(problem: &FwdProblem, kernel: &'static str) -> Result<(), R
     Ok(())
 }
 
-/// Name in plans of the launch that gives blocks their places in the order of additions.
+/// Name in plans of the launch that gives each block its place in the order of additions.
 const RANK_NAME: &str = "tile_ranks";
 
 /// The launch after the one that lists tiles of keys, which gives their [steps and ranks](TileListPlan::ordered).
@@ -65,7 +65,7 @@ pub(crate) fn rank_launch(spec: &FwdSpec, block_n: i32, plan: &TileListPlan, fac
     row_launch((Stage::RankTiles, RANK_NAME), rank_tiles(spec, block_n), grid, facts)
 }
 
-/// Kernel of that launch: arguments as of [`list_tiles`].
+/// The kernel of the launch that ranks tiles. Its arguments are those of [`list_tiles`].
 #[must_use]
 pub fn rank_tiles(spec: &FwdSpec, block_n: i32) -> KernelSource {
     let entry = Entry {
@@ -78,8 +78,8 @@ pub fn rank_tiles(spec: &FwdSpec, block_n: i32) -> KernelSource {
     crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])
 }
 
-/// The text of a kernel after the launches that make lists: a kernel that evaluates no function has one text for
-/// all functions.
+/// The text of a kernel that runs after the launches that make lists. A kernel that evaluates no function has one text
+/// for all functions.
 pub(crate) fn behind(plan: &TileListPlan, problem: &FwdProblem, source: KernelSource) -> KernelSource {
     let asks = plan.code() == MaskCode::Asked || problem.code.score.is_some();
     if asks { source } else { source.without_code() }

@@ -23,8 +23,7 @@ impl TensorMap {
     pub const UNREAD: Self = Self([0; 16]);
 }
 
-/// The facts of a tiled tensor map with `AXES` axes, `STRIDES` one fewer. Axis 0 has
-/// stride 1.
+/// The content of a tiled tensor map with `AXES` axes and `STRIDES` strides, one fewer. Axis 0 has stride 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
     /// Name of the operand, for errors.
@@ -67,7 +66,7 @@ pub(crate) fn stride_bytes(stride: i64, extent: u32, elem_bytes: u64) -> u64 {
 }
 
 impl TensorMapFacts<4, 3> {
-    /// Facts of a map of a tensor's rows, `(dim, row, head, batch or page)`. The map of a tensor without rows is
+    /// Content of a map of a tensor's rows, `(dim, row, head, batch or page)`. The map of a tensor without rows is
     /// never used, but needs a valid address: `elsewhere`.
     pub(crate) fn of_rows(
         (name, dtype): (&'static str, DType),

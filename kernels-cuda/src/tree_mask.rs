@@ -11,7 +11,7 @@ abi_struct! {
         pub words: DevPtr<i32>,
         /// Number of u32 words in a query's row of the tree mask.
         pub row_words: i32,
-        /// Rows from sequence to sequence, where Q has a batch axis.
+        /// Number of rows from one sequence to the next, if Q has a batch axis.
         pub rows: i32,
     }
 }

@@ -7,21 +7,21 @@ use std::fmt::Write as _;
 use fmha_core::DType;
 use fmha_core::source::Header;
 
-/// Where the A operand of a product lies.
+/// Where the A operand of a product is read from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperandA {
-    /// A shared-memory descriptor.
+    /// Shared memory, given by a descriptor.
     Shared,
-    /// Four registers a thread.
+    /// Registers, four a thread.
     Registers,
 }
 
 /// Type in which a product's sums are accumulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sums {
-    /// A register a sum.
+    /// Sums in f32, one register each.
     F32,
-    /// Half a register.
+    /// Sums in f16, half a register each.
     F16,
 }
 
@@ -34,7 +34,7 @@ pub struct WgmmaShape {
     pub n: i32,
     /// Where the A operand lies.
     pub a: OperandA,
-    /// The accumulators.
+    /// Type of the accumulators.
     pub sums: Sums,
 }
 
@@ -57,7 +57,7 @@ pub fn header(shapes: &[WgmmaShape]) -> Header {
     Header::rendered("fmha/ptx/wgmma_shapes.cuh", text)
 }
 
-/// One function: `d = scale_a * A B (+ d)`, 64 x n.
+/// Text of one function, which computes `d = scale_a * A B (+ d)` with 64 rows and n columns.
 fn function(WgmmaShape { dtype, n, a, sums }: WgmmaShape) -> String {
     let (accumulators, sum, c_type, constraint) = match sums {
         Sums::F32 => (n / 2, "f32", "float", "+f"),
@@ -68,7 +68,7 @@ fn function(WgmmaShape { dtype, n, a, sums }: WgmmaShape) -> String {
         DType::E5m2 => ("e5m2", 32),
         two_bytes => (two_bytes.name(), 16),
     };
-    // Tiles of 8-bit elements are read along their rows alone.
+    // Only 16-bit tiles can be read across their rows; tiles of 8-bit elements are read along them.
     let transposable = depth == 16;
     let list =
         |from: i32, count: i32| (from..from + count).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
@@ -125,7 +125,7 @@ mod tests {
         let shape = WgmmaShape { dtype: DType::Bf16, n: 16, a: OperandA::Registers, sums: Sums::F32 };
         let header = header(&[shape, shape]);
         assert_eq!(header.text.matches("__forceinline__").count(), 1);
-        // Eight accumulators, four registers of A, then B, the predicate and two immediates.
+        // The operands are eight accumulators, four registers of A, then B, the predicate and two immediates.
         assert!(header.text.contains("{%8, %9, %10, %11}, %12, p, %14, 1, %15;"), "{}", header.text);
         assert!(header.text.contains("setp.ne.b32 p, %13, 0"), "{}", header.text);
     }

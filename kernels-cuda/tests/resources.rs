@@ -1,8 +1,8 @@
-//! Every kernel of the table compiles for Hopper without a GPU, in the registers that the committed
-//! table says, without a spill and without a serialised wgmma.
+//! Every kernel of the table compiles for Hopper without a GPU, in the registers that the committed table lists,
+//! without a spill and without a serialised wgmma.
 //!
-//! Needs NVRTC: the library's path in `FMHA_NVRTC`, or its name on the loader's path. Where there is
-//! none, the test says so and checks nothing.
+//! Needs NVRTC: the library's path in `FMHA_NVRTC`, or its name on the loader's path. Without NVRTC the test prints a
+//! message and checks nothing.
 
 #![allow(clippy::unwrap_used)]
 
@@ -32,7 +32,7 @@ use fmha_kernels_cuda::{
 };
 use libloading::Library;
 
-/// Compiles with NVRTC and returns the log, or the compiler's complaint.
+/// Compiles a kernel with NVRTC and returns the log, or the compiler's error.
 fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String, String> {
     type Program = *mut c_void;
     type Create = unsafe extern "C" fn(
@@ -57,8 +57,8 @@ fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String,
     let options: Vec<CString> =
         COMPILE_OPTIONS.iter().chain(&[arch.as_str(), "-Xptxas=-v"]).map(|option| text(option)).collect();
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
-    // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, the log has the
-    // size that the library asked for.
+    // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call; the log has the size that NVRTC
+    // reports.
     unsafe {
         let mut program: Program = std::ptr::null_mut();
         let create = nvrtc.get::<Create>(b"nvrtcCreateProgram").unwrap();
@@ -88,7 +88,7 @@ fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String,
     }
 }
 
-/// The number before `after` in the log's last line that has it.
+/// Number before `after` in the last line of the log that contains `after`.
 fn number_before(log: &str, after: &str) -> u32 {
     let before = &log[..log.rfind(after).unwrap_or_else(|| panic!("no `{after}` in {log}"))];
     before.split_whitespace().next_back().unwrap().parse().unwrap()
@@ -122,7 +122,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_192_upper_cluster", upper(192), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
-    // Rows of whole swizzles beside narrower products; few tiles of few rows, and short blocks.
+    // The variants have rows of whole swizzles beside narrower products, few tiles of few rows, and short blocks.
     variant("sm90_72_full", FwdSpec::plain(DType::Bf16, 72, MaskKind::Full), |_| {});
     variant("sm90_136_upper", upper(136), |_| {});
     variant("sm90_240_upper_cluster", upper(240), |tile| {
@@ -163,7 +163,8 @@ fn kernels() -> Vec<(String, KernelSource)> {
         ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper)
     };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
-    // Parts of a fixed number of keys: a tile that folds them, and the launch that does so behind tiles of a part.
+    // Kernels for parts of a fixed number of keys: a tile that folds the parts, and a launch that folds those of
+    // single-part tiles.
     for (name, spec) in [
         ("sm90_64_upper_folds", FwdSpec::plain(DType::Bf16, 64, MaskKind::Upper)),
         ("sm90_128_upper_folds", FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper)),
@@ -186,7 +187,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
         };
         kernels.push((name.to_owned(), split::merge(&upper, merging)));
     }
-    // Lists of tiles under masks as data, and the launch that makes them.
+    // Kernels with lists of tiles under masks as data, and the launch that makes the lists.
     for (name, spec) in [
         ("sm90_64_masks", FwdSpec::plain(DType::Bf16, 64, MaskKind::Upper)),
         ("sm90_128_masks", FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper)),
@@ -230,7 +231,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
     ] {
         kernels.push((format!("sm90_fp8_{name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
     }
-    // V prepared in the workspace, with the blocks and stages that long sequences have.
+    // Kernels whose V is prepared in the workspace, with the blocks and stages of long sequences.
     for (name, dim, mask) in [
         ("64_full", 64, MaskKind::Full),
         ("96_upper", 96, MaskKind::Upper),
@@ -250,7 +251,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_fp8_{name}_prepare"), sm90::prepare_values(&spec, &tile)));
     }
     kernels.extend(shares());
-    // Few tiles, of fewer rows beside more keys.
+    // Kernels for few tiles, with fewer rows and more keys in a block.
     for (name, dim, shape) in [
         ("128_upper_lower", 128, (128, 128)),
         ("128_upper_low", 128, (64, 128)),
@@ -263,8 +264,8 @@ fn kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Caches on Hopper. Keys in pages, whose boxes a warp brings: whole tiles, shares, FP8 whose V is prepared; by copies;
-/// and caches of FP8 beside 16 bits.
+/// Kernels of Hopper for caches: pages loaded by TMA (whole tiles, shares, FP8 with prepared V) and by copies, and FP8
+/// caches under 16-bit queries.
 fn caches() -> Vec<(String, KernelSource)> {
     let paged = |dim, mask| FwdSpec { kv_layout: KvKind::Paged, ..FwdSpec::plain(DType::Bf16, dim, mask) };
     let own = |spec: &FwdSpec| {
@@ -312,7 +313,7 @@ fn caches() -> Vec<(String, KernelSource)> {
     ]
 }
 
-/// Short queries whose keys CTAs walk in equal shares.
+/// Kernels for short queries whose keys are divided among CTAs in equal shares.
 fn shares() -> Vec<(String, KernelSource)> {
     let part = |dim| split::part_spec(&FwdSpec::plain(DType::Bf16, dim, MaskKind::Upper));
     let of_sm90 = |dim, block_m| {
@@ -345,7 +346,7 @@ fn shares() -> Vec<(String, KernelSource)> {
     ]
 }
 
-/// Kernels of Blackwell's forward, by what changes its registers: head dimensions, masks, modifiers.
+/// Kernels of Blackwell's forward for everything that changes their registers: head dimensions, masks, modifiers.
 fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     let plain = |qk, v, mask| FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::Bf16, qk, mask) };
     let upper = plain(128, 128, MaskKind::Upper);
@@ -376,7 +377,8 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         (format!("sm100_{name}"), sm100::fwd(&spec, &own(sm100::default_tile(&spec))))
     };
     let mut kernels: Vec<_> = specs.into_iter().map(kernel).collect();
-    // Pairs of CTAs where a tile asks for them, a single one where the table has pairs; loads by copies.
+    // Kernels with pairs of CTAs where the tile has them, with a single CTA where the table has pairs, and with loads
+    // by copies.
     let wide = plain(256, 256, MaskKind::Upper);
     let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper };
     let copied =
@@ -392,7 +394,7 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     let part = split::part_spec(&upper);
     let tile = Sm100Tile { block_m: 128, split_keys: 256, pack_gqa: true, ..own(sm100::default_tile(&part)) };
     kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));
-    // Few queries over pages, in shares, of a group that leaves rows over; by copies; two query tiles; under a tree.
+    // Kernels for few queries over pages: shares, a group that leaves rows over, copies, two query tiles, a tree mask.
     for (name, dim) in [("128", 128), ("256", 256)] {
         let paged =
             FwdSpec { kv_layout: KvKind::Paged, ..split::part_spec(&plain(dim, dim, MaskKind::Upper)) };
@@ -498,7 +500,7 @@ fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     mxfp8.chain(nvfp4).chain(by_rows).chain(under_masks).chain(values).collect()
 }
 
-/// Kernels of Blackwell's backward: each head dimension's tile, masks, what modifiers cost.
+/// Kernels of Blackwell's backward: each head dimension's tile, masks, and modifiers.
 fn blackwell_backward() -> Vec<(String, KernelSource)> {
     type Change = fn(&mut BwdSpec);
     let cases: [(&str, i32, MaskKind, Change); 20] = [
@@ -565,7 +567,7 @@ fn blackwell_backward() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Kernels of Hopper's backward: every head dimension's tile, orders of its products, what modifiers cost.
+/// Kernels of Hopper's backward: every head dimension's tile, orders of its products, and modifiers.
 ///
 /// Persistent kernels spill some 50 bytes of their loading thread, which has 24 registers.
 fn backward_kernels() -> Vec<(String, KernelSource)> {
@@ -604,7 +606,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("192_128_deterministic", narrow_v(modified(192, |spec| spec.deterministic = true))),
         ("192_deterministic", modified(192, |spec| spec.deterministic = true)),
         ("256_deterministic", modified(256, |spec| spec.deterministic = true)),
-        // A tile of split dimensions: ptxas serialises the products of clusters here.
+        // In this tile, which divides the head dimension, ptxas serialises the products of clusters.
         ("232_dropout_in_order", {
             let mut spec = plain(232, MaskKind::Full);
             (spec.fwd.dropout, spec.deterministic) = (true, true);
@@ -642,7 +644,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
             kernels.push((format!("sm90_bwd_{dim}_masks_repair"), repair));
         }
     }
-    // Delta beside the products, with the registers that the table gives the roles beside the consumers.
+    // Delta is computed beside the products, with the registers that the table gives to warps beside the consumers.
     let dropout = modified(128, |spec| spec.fwd.dropout = true);
     for (name, spec, load_registers) in [
         ("64_upper", plain(64, MaskKind::Upper), 40),
@@ -657,7 +659,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_bwd::Sm90BwdTile { load_registers: 40, ..tile };
         kernels.push((format!("sm90_bwd_{name}_40_registers"), sm90_bwd::main(&spec, &tile)));
     }
-    // Kernels of short sequences, whose second CTA of a cluster would be idle.
+    // Kernels for short sequences, where a cluster's second CTA would have no work.
     for (name, spec) in [("full", plain(256, MaskKind::Full)), ("upper", plain(256, MaskKind::Upper))] {
         let tile = sm90_bwd::default_tile(&spec);
         let tile = sm90_bwd::Sm90BwdTile { walk: sm90_bwd::BwdWalk::SplitDims, ..tile };
@@ -666,8 +668,8 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Kernels of mma.sync, with an A100's tiles and, for wide head dimensions, an RTX 4090's. None
-/// spills, and none has a stack: an array that is not in registers would be on it, and no spill.
+/// Kernels of mma.sync, with an A100's tiles and, for wide head dimensions, an RTX 4090's. None spills or has a stack,
+/// where an array outside of registers would lie without counting as a spill.
 fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     let (a100, ada) =
         (Room { smem_bytes: 166_912, num_sms: 108 }, Room { smem_bytes: 101_376, num_sms: 128 });
@@ -726,7 +728,7 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Products of FP8, of a device with an RTX 4090's room.
+/// FP8 kernels of mma.sync, with an RTX 4090's shared memory.
 fn fp8_kernels_of_mma_sync() -> Vec<(String, KernelSource)> {
     let ada = Room { smem_bytes: 101_376, num_sms: 128 };
     let plain = |dtype: DType, dim| FwdSpec {
@@ -749,7 +751,7 @@ fn fp8_kernels_of_mma_sync() -> Vec<(String, KernelSource)> {
     .into()
 }
 
-/// K and V by TMA, of a device with an RTX 5090's room.
+/// Kernels of mma.sync that load K and V by TMA, with an RTX 5090's shared memory.
 fn tma_kernels_of_mma_sync() -> Vec<(String, KernelSource)> {
     let room = Room { smem_bytes: 101_376, num_sms: 170 };
     [(DType::Bf16, 128), (DType::Bf16, 64), (DType::Bf16, 192), (DType::Bf16, 256), (DType::E4m3Fn, 128)]
@@ -927,7 +929,7 @@ fn every_kernel_of_mma_sync_compiles_in_the_registers_of_the_table_without_spill
     as_in_the_table("sm_120a", "resources_sm120.txt", tma_kernels_of_mma_sync(), 1);
 }
 
-/// One in so many of them, from the first: ptxas takes seconds a kernel.
+/// One kernel in this many is compiled, from the first on, since ptxas needs seconds for each.
 const SAMPLE: usize = 18;
 
 #[test]
@@ -993,7 +995,7 @@ fn every_blackwell_kernel_compiles_in_the_registers_of_the_table_without_spills(
     }
 }
 
-/// The table of an architecture: compilers allocate registers for each otherwise.
+/// Table of an architecture: compilers allocate registers differently for each.
 fn table_of_blackwell(arch: &str) -> &'static str {
     match arch {
         "sm_103a" => "resources_sm103.txt",
@@ -1002,13 +1004,13 @@ fn table_of_blackwell(arch: &str) -> &'static str {
     }
 }
 
-/// A sequence of 1024 tokens and one head.
+/// Sizes of a call with one sequence of 1024 tokens and one head.
 fn one_head(head_dim_qk: u32, head_dim_v: u32) -> Dims {
     let (batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv) = (1, 1024, 1024, 1, 1);
     Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v }
 }
 
-/// NVRTC, and its own built-in functions, which it finds only if they are loaded already.
+/// NVRTC, and the library of its built-in functions, which NVRTC finds only if it is loaded already.
 fn nvrtc() -> Option<(Option<Library>, Library)> {
     let path = fmha_core::env::NVRTC.get().unwrap().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
     let folder = std::path::Path::new(&path).parent().and_then(|folder| folder.read_dir().ok());
@@ -1023,15 +1025,16 @@ fn nvrtc() -> Option<(Option<Library>, Library)> {
     nvrtc.ok().map(|nvrtc| (builtins.ok(), nvrtc))
 }
 
-/// The NVRTC whose registers the tables have (xtask/src/setup.rs). Any other one is held to spills alone.
+/// Version of the NVRTC for which the tables list registers (xtask/src/setup.rs). For other versions only spills are
+/// checked.
 const OF_THE_TABLES: [c_int; 2] = [13, 0];
 
-/// The compiler's version, and whether it compiles for an architecture.
+/// Version of the compiler, and whether it compiles for an architecture.
 fn version_and_whether_it_knows(nvrtc: &Library, arch: &str) -> ([c_int; 2], bool) {
     type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
     type Numbers = unsafe extern "C" fn(*mut c_int) -> c_int;
     let [mut major, mut minor, mut count] = [0; 3];
-    // SAFETY: the signatures are those of nvrtc.h; the list has as many numbers as the library said.
+    // SAFETY: the signatures are those of nvrtc.h; the list has as many entries as NVRTC reports.
     let archs = unsafe {
         nvrtc.get::<Version>(b"nvrtcVersion").unwrap()(&raw mut major, &raw mut minor);
         nvrtc.get::<Numbers>(b"nvrtcGetNumSupportedArchs").unwrap()(&raw mut count);
@@ -1043,7 +1046,7 @@ fn version_and_whether_it_knows(nvrtc: &Library, arch: &str) -> ([c_int; 2], boo
     ([major, minor], archs.contains(&number))
 }
 
-/// Holds what another compiler spills to `resources_spills.txt`, which names every exception.
+/// Compares the spills of another compiler version with `resources_spills.txt`, which lists every exception.
 fn spills_as_listed(
     nvrtc: &Library,
     [major, minor]: [c_int; 2],
@@ -1068,7 +1071,7 @@ fn spills_as_listed(
     }
 }
 
-/// Holds kernels to a table of this folder, which a run of all of them writes where `BLESS` is set.
+/// Compares kernels with a table of this folder. With the variable `BLESS` a complete run writes the table.
 fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>, every: usize) {
     let Some((_builtins, nvrtc)) = nvrtc() else { return };
     let (version, knows) = version_and_whether_it_knows(&nvrtc, arch);
@@ -1103,7 +1106,7 @@ fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>
     assert_eq!(found, expected, "the table as compiled now:\n{found}");
 }
 
-/// Kernels over lists of keys in the tiles that tokens of so many heads get: latent rows, and heads of 128.
+/// Kernels over lists of keys, in the tiles for this many heads of a token: latent rows, and head dimension 128.
 fn list_kernels(room: Room) -> Vec<(String, KernelSource)> {
     let mut kernels = Vec::new();
     for (heads, heads_kv, dim_qk, dim_v) in [(128, 1, 576, 512), (16, 1, 576, 512), (64, 4, 128, 128)] {
@@ -1212,7 +1215,7 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
     .into()
 }
 
-/// Kernels of Blackwell over lists of keys: latent rows and others, gathered by TMA and copied, in parts, from FP8.
+/// Kernels of Blackwell over lists of keys: latent and other rows, gathered by TMA and copied, in parts, from FP8.
 fn blackwell_list_kernels() -> Vec<(String, KernelSource)> {
     let wide = |dim| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, MaskKind::Full) };
     let tile = Sm100MlaTile {
@@ -1274,7 +1277,7 @@ fn hopper_list_gradients() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Kernels over two caches, whose second has a list: of latent rows and of heads of 128, whole and in parts.
+/// Kernels over two caches, the second with a list: latent rows and head dimension 128, whole and in parts.
 fn two_cache_kernels(room: Room, is_hopper: bool) -> Vec<(String, KernelSource)> {
     let mut kernels = Vec::new();
     for (heads, heads_kv, dim_qk, dim_v) in
@@ -1305,7 +1308,7 @@ fn two_cache_kernels(room: Room, is_hopper: bool) -> Vec<(String, KernelSource)>
     kernels
 }
 
-/// Kernels over caches of rows of bytes: by lists of one cache and of two, whole and in parts.
+/// Kernels over caches of rows of bytes: lists of one cache and of two, whole and in parts.
 fn kernels_of_rows_of_bytes(room: Room, is_hopper: bool) -> Vec<(String, KernelSource)> {
     let mut kernels = Vec::new();
     for (rows, heads, two) in [
@@ -1366,7 +1369,7 @@ fn lists_do_not_spill(arch: &str, kernels: Vec<(String, KernelSource)>, step: us
     assert_eq!(found, "", "{arch}: bytes are spilled");
 }
 
-/// Shared memory and multiprocessors of an A100 and of an H200.
+/// Shared memory and multiprocessors of an A100, and then of an H200.
 const LISTS_A100: Room = Room { smem_bytes: 166_912, num_sms: 108 };
 const LISTS_H200: Room = Room { smem_bytes: 232_448, num_sms: 132 };
 
@@ -1456,7 +1459,7 @@ fn every_kernel_over_lists_compiles_without_spills() {
     lists_do_not_spill("sm_90a", two_cache_kernels(LISTS_H200, true), 1);
 }
 
-/// A problem with a score and a mask as code, each empty where there is none; they capture `slopes` and `ids`.
+/// Makes a problem with a score and a mask as code; an empty text means none. They capture `slopes` and `ids`.
 fn of_functions(dim: u32, score: &str, mask: &str) -> FwdProblem {
     let dims = Dims::batch(2).seqlens(8192, 8192).heads(16, 16).head_dim(dim);
     let function = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
@@ -1468,7 +1471,7 @@ fn of_functions(dim: u32, score: &str, mask: &str) -> FwdProblem {
         .mask_code(function(mask))
 }
 
-/// Compiles one in `step` of these kernels; none may spill.
+/// Compiles one in `step` of the kernels. None may spill.
 fn do_not_spill(kernels: Vec<(String, &str, KernelSource)>, step: usize) {
     let Some((_builtins, nvrtc)) = nvrtc() else { return };
     let mut spilling = Vec::new();
@@ -1488,7 +1491,7 @@ fn do_not_spill(kernels: Vec<(String, &str, KernelSource)>, step: usize) {
     assert!(spilling.is_empty(), "{spilling:?} spill");
 }
 
-/// Scores and masks as people write them, in the tiles that they get.
+/// Kernels with scores and masks as people write them, in the tiles that a plan would choose.
 fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
     const FORMS: [(&str, &str, &str); 5] = [
         ("alibi", "slopes: f32[_]; s + slopes[h] * (k - q)", ""),
@@ -1538,9 +1541,9 @@ fn every_kernel_with_functions_compiles_without_spills() {
     do_not_spill(kernels_with_functions(), 1);
 }
 
-/// Blackwell's kernels under masks as data and functions, in the tiles that they get, forward and backward.
+/// Kernels of Blackwell under masks as data and functions, forward and backward, in the tiles that a plan would choose.
 fn masked_kernels_of_blackwell(arch: &str) -> Vec<(String, KernelSource)> {
-    // A score, a mask, and whether there are intervals too.
+    // Forms of functions: a name, a score, a mask, and whether there are intervals too.
     const FORMS: [(&str, &str, &str, bool); 6] = [
         ("intervals", "", "", true),
         ("causal", "", "k <= q", false),

@@ -1,4 +1,5 @@
-// Dropout's words of four adjacent keys, wherever a call's first key lies among the whole's fours.
+// Random words of dropout for four adjacent keys, also where a call's first key is no multiple of four in the whole
+// that the call is a part of.
 #pragma once
 #include <fmha/philox.h>
 

@@ -1,8 +1,8 @@
-// Copy of an FP8 cache to the workspace, widened to 16 bits, for a forward kernel of 16-bit caches: key j of sequence
-// b goes to row `b * seqlen_k + j`, and with it what that kernel reads of packed rows. Rows of a block behind the
-// last key become zeros, since a tile's V is searched for what is not finite.
+// Copy of an FP8 cache to the workspace, widened to 16 bits, for a forward kernel of 16-bit caches: key j of sequence b
+// goes to row `b * seqlen_k + j`, and the lengths and first rows that the kernel reads are written too. Rows of a block
+// behind the last key become zeros, since a tile's V is searched for NaN and infinity.
 //
-// Codes are widened by their bits, whatever instructions there are: memory is what the launch waits for.
+// Codes are widened by bit operations on every architecture, since memory limits the launch anyway.
 #pragma once
 #include <fmha/isa/lane.h>
 #include <fmha/num.h>
@@ -11,7 +11,7 @@
 
 namespace fmha::cache {
 
-// A workgroup has kWidenKeys keys of a sequence, of all heads.
+// Each workgroup converts kWidenKeys keys of a sequence, for all heads.
 template <WidenSpec spec>
 struct Widen {
   static constexpr int32_t elems = 8;  // of a thread at a time
@@ -49,7 +49,7 @@ struct Widen {
 
   FMHA_DEVICE void run() const {
     const int32_t i_batch = workgroup_idx() / to.num_blocks, first = workgroup_idx() % to.num_blocks * kWidenKeys;
-    // Queries are not used.
+    // Queries are not used, so their layout does not matter.
     const SeqSpan span = resolve_seq(p, QLayout::Batch, p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch);
     if (first == 0 && thread_idx() == 0) {
       to.seqused_k[i_batch] = span.seqlen_k;

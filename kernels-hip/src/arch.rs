@@ -18,7 +18,7 @@ pub enum Arch {
 }
 
 impl Arch {
-    /// All architectures.
+    /// All architectures that have kernels.
     pub const ALL: [Arch; 5] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950, Arch::Gfx1100, Arch::Gfx1201];
     /// Architectures with MFMA and waves of 64, oldest first.
     pub const CDNA: [Arch; 3] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950];
@@ -39,7 +39,7 @@ impl Arch {
         })
     }
 
-    /// The compiler's name.
+    /// The architecture's name for the compiler.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -170,7 +170,7 @@ mod tests {
         // running alone.
         assert_eq!(holds(512, 0, 512), 1);
         assert_eq!(Arch::Gfx942.workgroups_per_compute_unit(&ResourceUsage::default(), 64), 1);
-        // RDNA: 1536 / 216 = 7 waves of 32 a SIMD.
+        // RDNA: 1536 / 216 registers are 7 waves of 32 on each SIMD.
         let usage = ResourceUsage { registers: Some(200), shared_bytes: Some(0), ..ResourceUsage::default() };
         assert_eq!(Arch::Gfx1100.workgroups_per_compute_unit(&usage, 128), 7);
     }

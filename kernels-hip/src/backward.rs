@@ -26,7 +26,7 @@ pub(crate) use access::LoadsAndStores;
 
 const REST_HEADER: &str = "fmha/cdna/bwd/rest.h";
 
-/// Rows of a word of flags, and walked rows of a block.
+/// Number of rows whose flags share a word, and number of walked rows of a block.
 pub(crate) const BLOCK_ROWS: u32 = 32;
 const MAX_HEAD_DIM: u32 = 256;
 /// Most rows between the first row of a block and the last row that a buffer descriptor must reach.
@@ -42,9 +42,9 @@ pub(crate) enum BwdSums {
     Dq,
     /// dK and dV of a block of keys.
     DkDv,
-    /// dK alone.
+    /// The launch computes only dK.
     Dk,
-    /// dV alone.
+    /// The launch computes only dV.
     Dv,
     /// Gradients of captured tensors, of a block of queries.
     Captured,
@@ -79,7 +79,7 @@ abi_spec! {
     pub struct MatrixBwdSpec {
         /// Type of Q, K, V and dO, and of P and dS as operands.
         pub dtype: DType,
-        /// dQ, dK and dV.
+        /// Data type of dQ, dK and dV.
         pub dtype_grad: DType,
         /// Elements of a query's or key's row, padded to whole lines of the unit: 64 of MFMA, 32 of WMMA.
         pub head_dim_qk: i32,
@@ -101,9 +101,9 @@ abi_spec! {
     pub struct MatrixBwdTile {
         /// Rows of a workgroup whose gradients it sums: 32 per wave, or 16 with WMMA.
         pub rows: i32 = Takes::among(&[64, 128, 256]).tuned(),
-        /// Rows of a block that the loop visits.
+        /// Number of rows of a walked block.
         pub columns: i32 = Takes::among(&[32, 64]).tuned(),
-        /// Blocks in LDS at a time.
+        /// Number of blocks in LDS at a time.
         pub stages: i32 = Takes::within(1, 2).tuned(),
         /// Waves per SIMD for which the compiler must leave registers.
         pub waves: i32 = Takes::nothing(),
@@ -129,7 +129,7 @@ abi_struct! {
         pub head_dim_v: i32,
         /// The elementwise bias' type, as a number of [`DType`].
         pub dtype_bias: i32,
-        /// 1: probabilities are dropped.
+        /// 1 if dropout sets probabilities to zero, otherwise 0.
         pub drops: i32,
     }
 }
@@ -139,9 +139,9 @@ abi_struct! {
     pub struct MaskedBwdParams {
         /// Parameters of the launches without masks.
         pub bwd: MatrixBwdParams,
-        /// The masks.
+        /// The masks as data.
         pub masks: MaskDataParams,
-        /// Lists of the blocks that each workgroup's own rows see.
+        /// Lists of the blocks that the rows of each workgroup see.
         pub list: TileList,
     }
 }
@@ -150,7 +150,7 @@ abi_struct! {
 pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 'static {
     /// The kernel's name in plans and refusals.
     const NAME: &'static str;
-    /// The launch before: LSE and delta.
+    /// Name of the launch before the products, which computes LSE and delta.
     const STATS: &'static str;
     /// Name of the launch after the main kernel.
     const REST: &'static str;
@@ -158,11 +158,11 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const FINISH_CAPTURED: &'static str;
     /// Header that the entries of products include.
     const HEADER: &'static str;
-    /// The products' class in that header.
+    /// Name of the products' class in that header.
     const CLASS: &'static str;
-    /// Own rows of a wave.
+    /// Number of rows that a wave owns.
     const WAVE_ROWS: u32;
-    /// Threads of a wave.
+    /// Number of threads of a wave.
     const WAVE_THREADS: u32;
     /// Number of elements to a multiple of which rows are padded.
     const LINE: u32;
@@ -209,8 +209,7 @@ pub(crate) const fn num_threads<U: Unit>(tile: &MatrixBwdTile) -> u32 {
     tile.rows.unsigned_abs() / U::WAVE_ROWS * U::WAVE_THREADS
 }
 
-/// The tile with its bytes of LDS: rows of the other side lie there untransposed for scores and dP, and transposed
-/// for sums.
+/// The tile with its bytes of LDS: walked rows lie there untransposed for scores and dP, and transposed for sums.
 pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -> MatrixBwdTile {
     let [makes_ds, makes_dp, makes_dv] =
         [tile.sums.makes_ds(), tile.sums.makes_dp(), tile.sums.makes_dv()].map(i32::from);
@@ -392,13 +391,13 @@ impl<U: Unit> Backward<U> {
         self.row_source(|masks| format!("cdna::bwd::rest<kSpec, {splits_keys}>(p{masks});"))
     }
 
-    /// Workgroups of the launch before.
+    /// Number of workgroups of the launch before the products.
     #[must_use]
     pub(crate) fn stats_workgroups(&self) -> u64 {
         self.stats_rows.div_ceil(WAVES_OF_A_ROW_WORKGROUP)
     }
 
-    /// Workgroups of the launch behind the products.
+    /// Number of workgroups of the launch after the products.
     #[must_use]
     pub(crate) fn rest_workgroups(&self, problem: &BwdProblem) -> u64 {
         let dims = problem.fwd.dims;
@@ -409,7 +408,7 @@ impl<U: Unit> Backward<U> {
         (words + self.rows.bias + self.rows.sinks).div_ceil(WAVES_OF_A_ROW_WORKGROUP)
     }
 
-    /// Workgroups of a launch of products.
+    /// Number of workgroups of a launch of products.
     #[must_use]
     pub(crate) fn workgroups(problem: &BwdProblem, tile: &MatrixBwdTile) -> u64 {
         let dims = problem.fwd.dims;
@@ -516,7 +515,7 @@ impl<U: Unit> Backward<U> {
         }
     }
 
-    /// The kernel that accepts any address; `None` if this one does.
+    /// The kernel variant that accepts any address; `None` if this one does.
     #[must_use]
     pub(crate) fn for_any_address(&self) -> Option<Self> {
         let LoadsAndStores { load, store } = LoadsAndStores::BY_ELEMENT;
@@ -524,7 +523,7 @@ impl<U: Unit> Backward<U> {
         (tiles != self.tiles).then(|| Self { tiles, ..self.clone() })
     }
 
-    /// The rows that a plan prints.
+    /// The details that a plan prints.
     #[must_use]
     pub(crate) fn details(&self) -> Vec<(&'static str, String)> {
         let of = |tile: &MatrixBwdTile| {

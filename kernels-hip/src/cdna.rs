@@ -29,13 +29,13 @@ const MIN_BLOCK_M: i32 = 128;
 const DWORD: i64 = 4;
 /// Bytes of the widest load of a lane.
 const CHUNK: u64 = 16;
-/// Tiles of K, and of V, in LDS.
+/// Number of tiles of K, and of V, in LDS.
 const STAGES: i64 = 2;
 
 /// How tiles are assigned to workgroups. A tile is `block_m` queries of one head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum TileOrder {
-    /// One tile for each workgroup, in the hardware's order.
+    /// Each workgroup has one tile; the hardware starts workgroups in the order of the tiles.
     Single,
     /// A workgroup processes several tiles at a fixed stride, in every second round in reverse order.
     Static,
@@ -63,7 +63,7 @@ abi_spec! {
 }
 
 impl CdnaTile {
-    /// A tile that no kernel has, into which named fields are parsed.
+    /// A tile with impossible values, into which named fields are parsed.
     const UNSET: Self = Self {
         block_m: 0,
         block_n: 0,
@@ -80,7 +80,7 @@ pub(crate) struct Cdna {
     spec: CdnaSpec,
     /// Tile of the kernel.
     pub(crate) tile: CdnaTile,
-    /// Why this order of tiles.
+    /// Why this order of tiles was chosen.
     why: Why,
     /// Number of workgroups that process several tiles each; `None`: as many as the device holds.
     workgroups: Option<u32>,
@@ -307,7 +307,7 @@ pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
     tile.block_m / WAVE_ROWS * WAVE_THREADS
 }
 
-/// Tiles: `block_m` queries of a head.
+/// Number of tiles, each with `block_m` queries of a head.
 fn num_tiles(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     let m_blocks = i64::from(problem.dims.seqlen_q).div_euclid(i64::from(tile.block_m))
         + i64::from(!problem.dims.seqlen_q.is_multiple_of(tile.block_m as u32));
@@ -322,7 +322,7 @@ fn expected_per_compute_unit(spec: &CdnaSpec, tile: &CdnaTile, arch: Arch) -> u3
     if short && two_fit && tile.block_m <= MIN_BLOCK_M { 2 } else { 1 }
 }
 
-/// Waves per SIMD for which the compiler must leave registers: those of a single workgroup.
+/// Number of waves per SIMD for which the compiler must leave registers: those of a single workgroup.
 fn waves_per_simd(tile: &CdnaTile) -> i32 {
     const SIMDS: i32 = 4;
     (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS

@@ -14,7 +14,7 @@ pub(crate) const NAME: &str = "cdna_bwd";
 
 const SIMDS: i32 = 4;
 
-/// MFMA: 32 rows a wave of 64.
+/// The unit MFMA: products of 32 rows, waves of 64 threads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Mfma;
 
@@ -27,7 +27,7 @@ impl Unit for Mfma {
     const CLASS: &'static str = "cdna::bwd::OnMfma";
     const WAVE_ROWS: u32 = 32;
     const WAVE_THREADS: u32 = 64;
-    /// A line of LDS banks.
+    /// Bytes of a line of LDS banks.
     const LINE: u32 = 64;
 
     fn needs(arch: Arch) -> Result<(), Refusal> {
@@ -60,9 +60,8 @@ impl Unit for Mfma {
         widest <= 64 || arch == Arch::Gfx950 || is_busy(spec, by)
     }
 
-    /// The tile has two waves per SIMD if registers suffice, so that one computes while the other waits: eight
-    /// waves share the rows of the other side, or four if there are few own rows. Two stages are used if they fit
-    /// the LDS.
+    /// The tile has two waves per SIMD if registers suffice, so that one computes while the other waits: eight waves
+    /// share the walked rows, or four if a workgroup owns few rows. Two stages are used if they fit the LDS.
     fn tile(
         spec: &MatrixBwdSpec,
         arch: Arch,

@@ -33,9 +33,9 @@ pub(crate) const HEADER: &str = "fmha/cdna/decode/main.h";
 /// Waves of a workgroup, at most.
 const MOST_WAVES: u32 = 4;
 const WAVE_THREADS: u32 = 64;
-/// Rows of a wave, and keys of a step.
+/// Number of rows of a wave, and of keys of a step.
 const EDGE: u32 = 32;
-/// Waves that share longer rows.
+/// Number of waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
 /// Head dimensions of latent attention: of its keys, and of the values inside the keys.
 const LATENT: [(u32, u32); 2] = [(576, 512), (512, 512)];
@@ -55,9 +55,9 @@ abi_spec! {
     pub struct CdnaDecodeSpec {
         /// Type of Q, and of K and V as operands of products.
         pub dtype: DType,
-        /// K and V in memory.
+        /// Type of K and V in memory.
         pub stored: DType,
-        /// Elements of a query's or key's row, padded to whole 32; of shared rows to whole 64.
+        /// Elements of a query's or key's row, padded to multiples of 32; of 64 if waves share rows.
         pub head_dim_qk: i32,
         /// Elements of a value's or output's row, padded to 32, 64, 128, 256 or 512.
         pub head_dim_v: i32,
@@ -86,7 +86,7 @@ abi_spec! {
 abi_spec! {
     /// Tile of the decode kernel: its tuning parameters.
     pub struct CdnaDecodeTile {
-        /// Keys of a part; with `shares` of a stretch at least.
+        /// Number of keys of a part; with `shares` the least number of a stretch.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
         /// Number of equal stretches into which all sequences' keys are cut together. For each block of rows and KV
         /// head one work item reads a stretch. 0: each sequence's keys are cut into parts instead.
@@ -97,7 +97,7 @@ abi_spec! {
 abi_struct! {
     /// Arguments of both launches of every decode kernel.
     pub struct CdnaDecodeParams {
-        /// The call.
+        /// Parameters of the attention call.
         pub call: CdnaParams,
         /// O of the parts, `[parts, num_heads_q, seqlen_q]` rows of padded length. With parts, the index is the
         /// part's number times the batch plus the sequence; with stretches, it follows from the stretch and the
@@ -110,21 +110,21 @@ abi_struct! {
         pub shares: DevPtr<i32>,
         /// Words of the tree mask, u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
         pub tree_mask: DevPtr<u32>,
-        /// Rows of a sequence of the tree mask.
+        /// Number of rows of the tree mask for each sequence.
         pub tree_mask_batch: i64,
         /// Number of u32 words in a query's row of the tree mask.
         pub tree_mask_words: i32,
-        /// Keys of a part; of a stretch at least.
+        /// Number of keys of a part; with stretches the least number of a stretch.
         pub part_keys: i32,
-        /// Parts of the longest sequence, or stretches.
+        /// Number of parts of the longest sequence, or of stretches.
         pub num_parts: i32,
         /// Number of work items when each compute unit has one workgroup of them.
         pub round: i32,
-        /// Blocks of rows of the longest query.
+        /// Number of blocks of rows of the longest query.
         pub row_blocks: i32,
         /// Number of work items of the first launch: each is a wave, or a workgroup of waves that share rows.
         pub num_waves: i32,
-        /// Waves of a workgroup.
+        /// Number of waves of a workgroup.
         pub waves_of_group: i32,
         /// Number of dies to which work items with different keys are assigned round-robin; items with the same
         /// keys stay on one die.

@@ -27,7 +27,7 @@ const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
 const MERGE_WAVES: u32 = 4;
 /// Most queries of a call that decode computes with unsplit keys: longer ones use the forward kernel.
 const SHORT_QUERY: u32 = 64;
-/// Fewest keys of such a call: with fewer keys the forward kernel needs only one launch.
+/// Fewest keys of a call that a decode kernel computes: with fewer keys the forward kernel needs only one launch.
 const LONG_CACHE: u32 = 512;
 /// Words of the record of stretches before the sequences' words (`cdna/decode/pieces.h`).
 const SHARES_HEADER: u64 = 2;
@@ -79,13 +79,13 @@ pub(crate) fn walked(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
 /// Where a kernel's keys come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Keys {
-    /// Runs of a sequence's keys.
+    /// Ranges of a sequence's keys.
     Sequence,
     /// Runs of a sequence's keys, whose rows have scales of their own.
     Scaled,
     /// Lists of one cache's keys.
     Lists,
-    /// Both caches; or rows of bytes without a list, beside an empty second cache.
+    /// Keys of two caches; or rows of bytes without a list, with an empty second cache.
     TwoCaches,
 }
 
@@ -102,7 +102,7 @@ impl Keys {
         }
     }
 
-    /// Class of the device text that has them.
+    /// Name of the device text's class that finds these keys.
     pub(crate) const fn places(self) -> &'static str {
         match self {
             Self::Sequence => "fmha::cdna::decode::SequencePlaces",
@@ -112,7 +112,7 @@ impl Keys {
         }
     }
 
-    /// Parameters of an entry.
+    /// Text of an entry's parameters.
     pub(crate) const fn entry_params(self) -> &'static str {
         match self {
             Self::Sequence => "CdnaDecodeParams p",
@@ -193,7 +193,7 @@ pub(crate) struct Parts {
     /// Number of rows of all parts together.
     part_rows: u64,
     pub(crate) row_blocks: u32,
-    /// Parts of the longest sequence, or stretches of all sequences' keys.
+    /// Number of parts of the longest sequence, or of stretches of all sequences' keys.
     num_parts: u32,
     /// Number of pieces of work, each with some rows and a part of the keys.
     pub(crate) pieces: u32,
@@ -201,7 +201,7 @@ pub(crate) struct Parts {
     dealt_words: u64,
     /// Whether the plan promises row invariance: the bits of a row depend on its own keys alone.
     pub(crate) row_invariant: bool,
-    /// Where keys come from.
+    /// How keys are found.
     pub(crate) keys: Keys,
 }
 

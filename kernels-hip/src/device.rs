@@ -130,7 +130,7 @@ pub(crate) fn launch(
     groups: u64,
     threads: u32,
 ) -> Launch {
-    // A recipe refuses problems of more workgroups.
+    // Recipes have already refused problems that need more workgroups.
     let grid = fmha_gpu::Grid::new(u32::try_from(groups).unwrap_or(u32::MAX), threads);
     Launch { stage, kernel, source, grid, shared_bytes: 0, tiles: groups, tiles_at_once: 1 }
 }
@@ -147,7 +147,7 @@ pub(crate) fn needs_unit(arch: Arch, is_wmma: bool) -> Result<(), String> {
     }
 }
 
-/// A kernel on MFMA runs on CDNA alone.
+/// Checks that a kernel on MFMA runs on a CDNA device.
 ///
 /// # Errors
 /// The architecture.
@@ -155,7 +155,7 @@ pub(crate) fn needs_mfma(arch: Arch, kernel: &'static str) -> Result<(), Refusal
     needs_unit(arch, false).map_err(|why| Refusal::new(kernel, why))
 }
 
-/// A kernel on WMMA runs on RDNA alone.
+/// Checks that a kernel on WMMA runs on an RDNA device.
 ///
 /// # Errors
 /// The architecture.

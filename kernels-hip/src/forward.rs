@@ -18,9 +18,9 @@ use crate::paths::{LoadPath, StorePath};
 /// Which types of O a kernel can write; [`CdnaParams`] selects the call's type among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum OutputKind {
-    /// f32, f16 or bf16.
+    /// O in f32, f16 or bf16.
     Wide,
-    /// The FP8 types of the architecture.
+    /// O in the FP8 types of the architecture.
     Fp8,
     /// Any of these types.
     Any,
@@ -32,15 +32,15 @@ abi_spec! {
     /// Compile-time spec of a forward kernel, on MFMA or WMMA: facts that change its main loop's instructions.
     /// Everything else of a problem is a run-time parameter.
     pub struct CdnaSpec {
-        /// Q and K.
+        /// Type of Q and K.
         pub dtype_qk: DType,
-        /// V, and P.
+        /// Type of V, and of P.
         pub dtype_v: DType,
-        /// O.
+        /// Type of O.
         pub output: OutputKind,
-        /// Elements of a query's or key's row, padded to whole 32.
+        /// Elements of a query's or key's row, padded to a multiple of 32.
         pub head_dim_qk: i32,
-        /// Elements of a value's or output's row, padded to whole 32.
+        /// Elements of a value's or output's row, padded to a multiple of 32.
         pub head_dim_v: i32,
         /// Which axis of V has stride 1.
         pub v_layout: VLayout,
@@ -66,11 +66,11 @@ abi_struct! {
         pub head_dim_qk: i32,
         /// Elements of a value's or output's row.
         pub head_dim_v: i32,
-        /// O's type, as a number of [`DType`].
+        /// Type of O, as a number of [`DType`].
         pub dtype_o: i32,
-        /// The elementwise bias' type, as [`DType`] counts.
+        /// Type of the elementwise bias, as a number of [`DType`].
         pub dtype_bias: i32,
-        /// 1: probabilities are dropped.
+        /// 1 if dropout sets probabilities to zero, otherwise 0.
         pub drops: i64,
     }
 }

@@ -16,7 +16,7 @@ use crate::device::{Amd, DeviceFacts, launch, needs_unit};
 
 /// Most bytes of LDS for two rows of q: a half of the smallest architecture's lets two workgroups share a compute unit.
 const HALF_LDS: u32 = 32 << 10;
-/// Bytes of a row that a wave multiplies at a time: two chunks, in one lane on gfx1100, else in two.
+/// Bytes of a row that a wave multiplies at a time: two chunks, which on gfx1100 one lane has, and elsewhere two lanes.
 const STEP_BYTES: u32 = 32;
 /// Bytes that addresses and strides are multiples of.
 const DWORD: u64 = 4;
@@ -26,11 +26,11 @@ const MOST_ROWS: u64 = 64;
 const GROUPS_OF_A_UNIT: u64 = 4;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: the choices with which it computes a problem.
     pub struct IndexTile {
         /// Threads of a workgroup.
         pub num_threads: i32,
-        /// Products of a wave beside each other, each with keys of its own: an even number, or 1.
+        /// Number of products that a wave computes at a time, each with other keys: an even number, or 1.
         pub groups: i32,
         /// Type in which q and k are multiplied.
         pub dtype: DType,
@@ -41,14 +41,14 @@ abi_spec! {
 pub(crate) trait IndexUnit: Send + Sync + 'static {
     const NAME: &'static str;
     const IS_WMMA: bool;
-    /// Rows and columns of a product.
+    /// Number of rows and of columns of a product.
     const EDGE: u32;
     const NAMESPACE: &'static str;
     const HEADER: &'static str;
     const WORDS: &'static str;
 }
 
-/// MFMA.
+/// Kernel of an indexer on the matrix instructions MFMA.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MfmaIndex;
 
@@ -61,7 +61,7 @@ impl IndexUnit for MfmaIndex {
     const WORDS: &'static str = "MFMA, a wave's keys in registers; f32 sums in one order";
 }
 
-/// WMMA.
+/// Kernel of an indexer on the matrix instructions WMMA.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WmmaIndex;
 
@@ -74,15 +74,16 @@ impl IndexUnit for WmmaIndex {
     const WORDS: &'static str = "WMMA, a wave's keys in registers; f32 sums in one order";
 }
 
-/// Scores of an indexer on unit `U`.
+/// Kernel that computes an indexer's scores on unit `U`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MatrixIndex<U>(PhantomData<U>);
 
-/// The type in which an architecture multiplies q and k: their own where it has instructions for it, else 16 bits,
+/// Type in which an architecture multiplies q and k: their own type if it has instructions for it, otherwise 16 bits,
 /// which hold E4M3 exactly.
 fn product_type(arch: Arch, q: DType, k: DType) -> Result<DType, String> {
     for (field, dtype) in [("dtype_q", q), ("dtype_k", k)] {
-        // gfx90a's MFMA takes subnormal f16 for 0, and a score is to be that of its operands.
+        // gfx90a's MFMA treats subnormal f16 as 0, which would change a score, so such operands are multiplied in
+        // another type.
         if dtype == DType::F16 && arch == Arch::Gfx90a {
             return Err(format!(
                 "{field} {dtype}: the matrix unit of {} flushes its subnormals",
@@ -117,7 +118,7 @@ impl IndexTile {
         // Registers of a lane for the keys of one product; on gfx1100 both halves of a wave have the whole rows.
         let of_product = if arch == Arch::Gfx1100 { row_bytes / 4 } else { row_bytes / 8 };
         let groups = [4, 2].into_iter().find(|groups| {
-            // A key is a lane's at the end, and 128 registers of keys leave room for two waves.
+            // At the end each key belongs to one lane, and 128 registers of keys leave room for two waves.
             groups * U::EDGE <= 64 && groups * of_product <= 128
         });
         let q_bytes = 2 * padded_heads::<U>(indexer) * row_bytes;
@@ -131,7 +132,7 @@ impl IndexTile {
     }
 }
 
-/// Heads in whole rows of a product.
+/// Number of heads, rounded up to whole rows of a product.
 fn padded_heads<U: IndexUnit>(indexer: &Indexer) -> u32 {
     indexer.num_heads.next_multiple_of(U::EDGE)
 }
@@ -172,7 +173,7 @@ impl<V: Amd, U: IndexUnit> ScoresIndex<V> for MatrixIndex<U> {
         if dtype_q != dtype_k && dtype_q.is_fp8() == dtype_k.is_fp8() {
             return Err(format!("dtype_k {dtype_k} is not dtype_q {dtype_q}"));
         }
-        // Two rows of q with weights in 64 KB of LDS, a weight a thread.
+        // Two rows of q with their weights must fit 64 KB of LDS, with one weight a thread.
         let heads = padded_heads::<U>(indexer);
         let bytes = u64::from(heads) * (u64::from(head_dim) * 4 + 8);
         if heads > 256 || bytes > 64 << 10 {
@@ -197,7 +198,7 @@ impl<V: Amd, U: IndexUnit> ScoresIndex<V> for MatrixIndex<U> {
     ) -> Result<Option<Launch>, String> {
         let device = facts.device;
         let tile = IndexTile::of::<U>(indexer, device.arch)?;
-        // Rows of one sequence use the keys in registers again, as long as each compute unit has some workgroups.
+        // Rows of one sequence reuse the keys in registers, as long as each compute unit has some workgroups.
         let blocks = u64::from(problem.seqlen_k).div_ceil(tile.block_n::<U>(device.arch));
         let wanted = rows * blocks / (GROUPS_OF_A_UNIT * u64::from(device.num_compute_units)).max(1);
         let most = MOST_ROWS.min(problem.seqlen_q.into()).max(1);

@@ -35,7 +35,7 @@ pub use device::{Amd, DeviceFacts};
 use fmha_core::source::{Entry, Header, KernelSource};
 use include_dir::{Dir, include_dir};
 
-/// Every header that an entry needs: core's, then these.
+/// Every header that an entry needs: core's, followed by those of this crate.
 #[must_use]
 pub fn headers() -> Vec<Header> {
     static FOLDER: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/fmha");
@@ -61,13 +61,13 @@ pub fn headers() -> Vec<Header> {
 const CDNA: &str = "using namespace fmha::cdna;";
 const RDNA: &str = "using namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;";
 
-/// An entry that uses these namespaces.
+/// Source of an entry that uses these namespaces.
 fn source(entry: &Entry<'_>, names: &str) -> KernelSource {
     let text = entry.render().replace("using namespace fmha;", &format!("using namespace fmha;\n{names}"));
     KernelSource::new(text, headers)
 }
 
-/// The attribute of a kernel whose workgroups have this many threads.
+/// The attribute that tells the compiler the number of threads of a workgroup.
 fn group_of(threads: u32) -> String {
     format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))")
 }

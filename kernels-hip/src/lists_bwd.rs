@@ -73,7 +73,7 @@ pub(crate) trait ListsUnit: Send + Sync + 'static {
     }
 }
 
-/// MFMA.
+/// Kernels for gradients over lists of keys, on the matrix instructions MFMA.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MfmaLists;
 
@@ -93,7 +93,7 @@ impl ListsUnit for MfmaLists {
     }
 }
 
-/// WMMA.
+/// Kernels for gradients over lists of keys, on the matrix instructions WMMA.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WmmaLists;
 

@@ -14,7 +14,7 @@ use crate::cdna::TileOrder;
 
 /// Time of a step of the main loop in the model's unit, about half a microsecond on an MI300X at D 128.
 const STEP: u64 = 4;
-/// Time of a tile besides its steps: first loads, half a step of products before the loop and half after it, and
+/// Time of a tile in addition to its steps: first loads, half a step of products before the loop and half after it, and
 /// storing O. Assumed.
 const AROUND: u64 = 8;
 /// Time from a workgroup's last instruction to the first instruction of its successor. Assumed.
@@ -29,13 +29,13 @@ const MOST_ROUNDS: u64 = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     Asked,
-    /// Everything fits the device at once.
+    /// All tiles fit the device at once.
     OneRound,
-    /// Lengths are known on the device alone.
+    /// Only the device knows the lengths.
     UnknownLengths,
-    /// The masks are read on the device alone.
+    /// Only the device reads the masks.
     MasksAsData,
-    /// Quarter steps until the last tile ends.
+    /// The model was used; the numbers are quarter steps until the last tile ends.
     Modelled {
         single: u64,
         strided: u64,
@@ -121,8 +121,8 @@ impl Tiles<'_> {
         (if wins { TileOrder::Static } else { TileOrder::Single }, Why::Modelled { single, strided })
     }
 
-    /// Time at which the last tile of a die's run ends if each tile goes to the place that is free first; `between`
-    /// passes between tiles.
+    /// Time at which the last tile of a die's run ends if each tile goes to the place that is free first; `between` is
+    /// the time between two tiles.
     fn dispatched(&self, run: Range<u64>, places: u64, between: u64) -> u64 {
         let mut free: BinaryHeap<Reverse<u64>> = (0..places).map(|_| Reverse(0)).collect();
         let mut last = 0;
@@ -135,7 +135,7 @@ impl Tiles<'_> {
         last
     }
 
-    /// Time at which the last tile of a die's run ends if tiles are assigned in rounds, every second one in
+    /// Time at which the last tile of a die's run ends if tiles are assigned in rounds, with every second round in
     /// reverse.
     fn strided(&self, run: Range<u64>, places: u64) -> u64 {
         let end_of = |place: u64| {

@@ -5,20 +5,20 @@ use fmha_core::abi_enum;
 /// Way of loading global memory into a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LoadPath {
-    /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole 16 bytes long.
+    /// Each lane loads 16 bytes through buffer descriptors; rows start on dwords and are multiples of 16 bytes long.
     Chunks,
-    /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole dwords long.
+    /// Each lane loads 16 bytes through buffer descriptors; rows start on dwords and are multiples of 4 bytes long.
     Dwords,
-    /// An element a lane at any address: right for every stride, fast for none.
+    /// Each lane loads one element, at any address: this works for every stride, slowly.
     Element,
 }
 
 /// Way of storing O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum StorePath {
-    /// Four elements at once.
+    /// Four elements are stored at once.
     Vector,
-    /// Element by element, by way of LDS.
+    /// Elements are stored one by one, after an exchange through LDS.
     Element,
 }
 

@@ -104,7 +104,7 @@ impl Rdna {
             // Eight waves share the tiles of K and V if rows leave registers for them.
             block_m: if few_queries || widest > 128 { 64 } else { 128 },
             block_n: match widest {
-                // Addresses of single elements take registers too.
+                // Addresses of single elements take registers too, so blocks are smaller.
                 193.. if by_element => 16,
                 129.. => 32,
                 _ => 64,

@@ -10,10 +10,10 @@ use crate::paths::LoadPath;
 /// The kernel's name in plans and refusals.
 pub(crate) const NAME: &str = "rdna_bwd";
 
-/// Bytes between the end of a row in LDS and the next.
+/// Bytes of padding between the end of a row in LDS and the next row.
 const PAD: i32 = 16;
 
-/// WMMA: 16 rows a wave of 32.
+/// The unit WMMA: products of 16 rows, waves of 32 threads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Wmma;
 
@@ -55,7 +55,7 @@ impl Unit for Wmma {
         spec.head_dim_qk + spec.head_dim_v <= most
     }
 
-    /// Tile for these lengths: eight waves share the rows of the other side, or four if there are few own rows.
+    /// Tile for these lengths: eight waves share the walked rows, or four if a workgroup owns few rows.
     fn tile(
         _: &MatrixBwdSpec,
         _: Arch,
@@ -158,7 +158,7 @@ mod tests {
         }
     }
 
-    /// The text copies 16 bytes at a time, or elements.
+    /// The device text copies 16 bytes at a time, or elements.
     #[test]
     fn rows_of_no_whole_chunks_are_read_by_elements() {
         let by = |problem: &BwdProblem| tiles(problem, Arch::Gfx1100)[0].load;

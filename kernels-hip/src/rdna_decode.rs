@@ -34,8 +34,8 @@ const WAVE_THREADS: u32 = 32;
 const WAVE_ROWS: u32 = 16;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
-/// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
-/// KB, of which the partial results of eight rows, written and read, are 12 %.
+/// Fewest keys of a part by default: at head dimension 128 in 16 bits their K and V are 64 KB, and writing and reading
+/// the partial results of eight rows adds 12 % to that.
 const LEAST_KEYS: u32 = 128;
 /// Fewest keys of a part if waves share rows: 256 latent keys are 295 KB, and the partial results of 16 rows add 22
 /// % to that.
@@ -44,7 +44,7 @@ const LEAST_SHARED_KEYS: u32 = 256;
 const GROUPS_OF_A_UNIT: u32 = 6;
 /// Work items of a pair of compute units for rows of 512 elements that waves share: two fit.
 const SHARED_GROUPS_OF_A_UNIT: u32 = 2;
-/// Keys of a step, at most.
+/// Largest number of keys of a step.
 const STEP: u32 = 32;
 
 abi_spec! {
@@ -77,7 +77,7 @@ fn spec(problem: &FwdProblem) -> CdnaSpec {
     CdnaSpec {
         dtype_qk: problem.dtypes.qk,
         dtype_v: problem.dtypes.v,
-        // The launch behind writes O.
+        // The merging launch writes O.
         output: OutputKind::Wide,
         head_dim_qk: padded(problem.dims.head_dim_qk),
         head_dim_v: padded(problem.dims.head_dim_v),
@@ -228,7 +228,8 @@ impl Split for RdnaDecode {
     }
 }
 
-/// Keys per step: as many as registers and LDS allow; in a row-invariant plan one number for every way of loading.
+/// Keys per step: as many as registers and LDS allow; in a row-invariant plan the number is equal for every way of
+/// loading.
 fn block_n(spec: &CdnaSpec, load: LoadPath, row_invariant: bool) -> i32 {
     let load = if row_invariant { LoadPath::Element } else { load };
     match spec.head_dim_qk.max(spec.head_dim_v) {

@@ -45,13 +45,13 @@ abi_struct! {
         pub seqused_k: DevPtr<i32>,
         /// `[batch + 1]`, an output: the first row of each sequence.
         pub cu_seqlens_k: DevPtr<i32>,
-        /// Scales of K by rows; unread where rows have none.
+        /// Scales of K, one for each row; not read if rows have none.
         pub k_scale: View,
-        /// Scales of V by rows, likewise.
+        /// Scales of V, one for each row; not read if rows have none.
         pub v_scale: View,
-        /// Rows from sequence to sequence where there is no batch axis; else 0.
+        /// Number of rows from one sequence to the next if there is no batch axis, otherwise 0.
         pub rows_of_batch: i64,
-        /// Blocks of keys of the longest sequence.
+        /// Number of blocks of keys of the longest sequence.
         pub num_blocks: i32,
         /// Elements of a key's row.
         pub head_dim_qk: i32,
@@ -131,7 +131,7 @@ impl WidenedCache {
         }
     }
 
-    /// Arguments of the forward kernel: the call's arguments, but for K and V.
+    /// Arguments of the forward kernel: those of the call, with K and V replaced.
     pub(crate) fn forward(&self, problem: &FwdProblem, whole: &FwdParams) -> FwdParams {
         let mut fwd = FwdParams { k: self.k, v: self.v, ..*whole };
         (fwd.descale_k, fwd.descale_v) = (HeadScalars::NULL, HeadScalars::NULL);
@@ -147,7 +147,7 @@ fn num_blocks(problem: &FwdProblem) -> u32 {
     problem.dims.seqlen_k.div_ceil(KEYS).max(1)
 }
 
-/// Workgroups of the launch.
+/// Number of workgroups of the converting launch.
 pub(crate) fn num_workgroups(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(num_blocks(problem))
 }

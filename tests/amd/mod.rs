@@ -5,7 +5,7 @@ use std::process::Command;
 
 use fmha_core::{Device, Error};
 
-/// `None`, and a word of it, where there is no clang or no emulator. `what` is to run there.
+/// Opens an emulated device for the test `what`. `None`, with a message, where there is no clang or no emulator.
 pub(crate) fn open(arch: &str, what: &str) -> Option<Device> {
     let clang = std::env::var("FMHA_HIP_CLANG").unwrap_or_else(|_| "clang-22".to_owned());
     if Command::new(Path::new(&clang)).arg("--version").output().is_err() {

@@ -1,4 +1,4 @@
-//! Tests in processes of their own: one emulates one architecture of NVIDIA's.
+//! Tests that run in processes of their own, since one process emulates one NVIDIA architecture.
 
 use std::env::current_exe;
 use std::process::Command;

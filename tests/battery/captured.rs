@@ -11,13 +11,13 @@ use fmha_core::{
 };
 use half::{bf16, f16};
 
-/// The element of Q, K, V, O and their gradients.
+/// Element type of Q, K, V, O and their gradients.
 pub trait Operand: Elem + bytemuck::AnyBitPattern + Into<f64> + Copy {
-    /// The type at run time.
+    /// The type as a value at run time.
     const DTYPE: DType;
     /// Largest error of a row, relative to 1 or its largest element.
     const TOLERANCE: f64;
-    /// The nearest number.
+    /// The number of this type that is nearest to `x`.
     fn of(x: f32) -> Self;
 }
 impl Operand for f32 {
@@ -42,15 +42,15 @@ impl Operand for bf16 {
     }
 }
 
-/// Which rows of K and V, and which of Q and dO.
+/// Rows that hold NaN: the first function picks rows of K and V, the second rows of Q and dO.
 pub type Hidden = (fn(usize) -> bool, fn(usize) -> bool);
 
-/// One call forward and one backward.
+/// One forward and one backward call of a function with captures.
 #[derive(Clone, Debug)]
 pub struct Check {
-    /// The problem of the case; the extents of the tensors that its functions capture are random.
+    /// Problem of the case. The extents of the tensors that its functions capture are random.
     pub problem: FwdProblem,
-    /// Decides all numbers.
+    /// Seed of all numbers.
     pub seed: u64,
     /// Rows of K and V, or of Q and dO, that hold NaN: rows that the mask hides completely.
     pub hidden: Option<Hidden>,
@@ -71,7 +71,7 @@ pub enum Gradients {
     Captured,
 }
 
-/// Memory of the tensors that functions capture.
+/// Tensors that functions capture, on the host and on the device.
 struct Memory {
     tensors: Vec<(CapturedTensor, Vec<u64>)>,
     numbers: Vec<Number>,
@@ -143,7 +143,7 @@ impl Check {
     /// Runs the check, with operands of type `T`.
     ///
     /// # Errors
-    /// What is off and by how much, or what refused it.
+    /// The result that is wrong and by how much, or the refusal.
     pub fn run<T: Operand>(&self, device: &Device, options: &PlanOptions) -> Result<(), String> {
         let text = format!("seed {}: {:?}", self.seed, self.problem.code);
         self.compare::<T>(device, options).map_err(|error| format!("{text}: {error}"))
@@ -333,7 +333,7 @@ pub const FORMS: [(&str, &str); 9] = [
     ("table: f16[_]; s + erf(table[k - q]) * pow(abs(s) + 1, 0.5) + sin(100 * s)", ""),
 ];
 
-/// A check of each of [`FORMS`], and of a mask that hides rows of NaN.
+/// A check of each of [`FORMS`], and one of a mask that hides rows of NaN.
 ///
 /// # Panics
 /// Never: the texts are functions.
@@ -347,7 +347,7 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     let mut all: Vec<Check> =
         FORMS.iter().zip(100..).map(|(&(score, mask), seed)| of(with(score, mask), seed, None)).collect();
     let (score, mask) = FORMS[3];
-    // A score of -infinity hides its pair, although the soft-cap afterwards would make it finite.
+    // A score of -infinity hides its pair, although the later soft-cap would make it finite.
     all.push(of(with(score, mask).softcap(9.0), 200, None));
     let (score, mask) = FORMS[2];
     all.push(of(with(score, mask).softcap(2.0), 201, None));
@@ -407,7 +407,7 @@ pub fn run_f32(
     Ok(())
 }
 
-/// Runs checks with 16-bit operands, every `step`-th of each type: f16 of odd extents, bf16 of several blocks.
+/// Runs every `step`-th check with f16 operands of odd extents, and with bf16 operands of several blocks.
 ///
 /// # Errors
 /// The result that is wrong, or the refusal.

@@ -1,4 +1,4 @@
-//! A case is data: what to compute, with which numbers, and a name.
+//! Cases of the battery. A case is data: a name, what to compute, and its numbers.
 
 use fmha_core::{BwdProblem, CombineProblem, DType, FwdProblem, PlanOptions};
 use regex_lite::Regex;
@@ -12,7 +12,7 @@ use crate::tensors::{Data, Lengths};
 /// One test of a backend.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// `family/what/dtype/...`, unique.
+    /// Unique name, `family/what/dtype/...`.
     pub name: String,
     /// Work of the case.
     pub body: Body,
@@ -21,13 +21,13 @@ pub struct Case {
 /// Work of a case.
 #[derive(Clone, Debug)]
 pub enum Body {
-    /// Forward, against the reference.
+    /// Forward call, compared with the reference.
     Forward(Box<Forward>),
-    /// Every gradient, against the reference.
+    /// Backward call: every gradient, compared with the reference.
     Backward(Box<Backward>),
-    /// Merging, against the reference.
+    /// Merge of partial results, compared with the reference.
     Combine(Box<Combine>),
-    /// Two calls that must agree.
+    /// Two calls whose results must agree.
     Law(Box<Law>),
 }
 
@@ -36,7 +36,7 @@ pub enum Body {
 pub struct Forward {
     /// Problem to compute.
     pub problem: FwdProblem,
-    /// The lengths.
+    /// Lengths of the sequences.
     pub lengths: Lengths,
     /// How the elements are drawn, and how tensors lie in memory.
     pub data: Data,
@@ -49,7 +49,7 @@ pub struct Forward {
 pub struct Backward {
     /// Problem to compute.
     pub problem: BwdProblem,
-    /// The lengths.
+    /// Lengths of the sequences.
     pub lengths: Lengths,
     /// How the elements are drawn, and how tensors lie in memory.
     pub data: Data,
@@ -61,7 +61,7 @@ pub struct Backward {
 }
 
 impl Backward {
-    /// Options of the case's plan: those of the caller, and those of the case.
+    /// Options of the case's plan: the caller's, with those of the case.
     #[must_use]
     pub fn options(&self, asked: &PlanOptions) -> PlanOptions {
         asked.clone().deterministic(asked.deterministic || self.deterministic)
@@ -75,11 +75,11 @@ pub struct Combine {
     pub problem: CombineProblem,
     /// How the elements are drawn, and how tensors lie in memory.
     pub data: Data,
-    /// Added to the LSE of every part.
+    /// Number added to the LSE of every part.
     pub lse_offset: f64,
 }
 
-/// A number written over the inputs before the call.
+/// Numbers written over the inputs before the call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Plant {
     /// No planted value.
@@ -87,19 +87,20 @@ pub enum Plant {
     Nothing,
     /// NaN in every row of K and V that no query sees.
     HiddenKeys,
-    /// A number at `[storage batch, row, head, dim]`.
+    /// One number at `[storage batch, row, head, dim]`.
     At(Operand, [u32; 4], f64),
-    /// Numbers stay normal; this operand lies this many elements after an aligned address, the others are aligned.
+    /// Normal numbers. The first operand begins this many elements after an aligned address; the other operands are
+    /// aligned.
     Shifted(Operand, u32),
     /// Scores are `score` times the scale at key 0, whose V is 0, and 0 at all others: O consists only of tiny
     /// weights, subnormal in P's type.
     FaintWeights {
-        /// K's first element at key 0, which the scale multiplies.
+        /// Score of key 0 before the scale: K's first element there.
         score: f64,
     },
     /// Every V is between half this number and this number, negative in odd columns.
     LargeValues(f64),
-    /// Every eighth row of the bias, from the first on, is this number; and every sink, where there is one, the other.
+    /// Every eighth row of the bias, from the first on, is `bias`, and every sink is `sink`.
     FarRows {
         /// Value of these rows of the bias, if there is one.
         bias: Option<f64>,
@@ -136,13 +137,13 @@ impl Case {
         Self { name: name.into(), body: Body::Backward(Box::new(body)) }
     }
 
-    /// The family: the name up to the first `/`.
+    /// Family of the case: its name up to the first `/`.
     #[must_use]
     pub fn family(&self) -> &str {
         self.name.split('/').next().unwrap_or(&self.name)
     }
 
-    /// The command that repeats this case alone; `backend` is the backend's name and its other arguments.
+    /// Command that repeats this case alone. `backend` is the backend's name with its other arguments.
     #[must_use]
     pub fn repro(&self, backend: &str) -> String {
         format!("fmha conformance --filter '^{}$' --backend {backend}", regex_lite::escape(&self.name))
@@ -159,7 +160,7 @@ impl Case {
         }
     }
 
-    /// The seed of the case's numbers.
+    /// Seed, kind and layout of the case's numbers.
     #[must_use]
     pub fn data(&self) -> Data {
         match &self.body {
@@ -177,7 +178,7 @@ impl Case {
     }
 }
 
-/// Every case there is, in the order of their families.
+/// All cases, in the order of their families.
 #[must_use]
 pub fn all() -> Vec<Case> {
     crate::families::all()

@@ -1,4 +1,4 @@
-//! The kernels that a case needs, and division of the cases into parts by kernel.
+//! Kernels that a case needs, and the division of the cases into parts by kernel.
 //!
 //! On an emulated device nearly all time is spent compiling, so a part has few kernels, with every case that uses
 //! them.
@@ -13,7 +13,7 @@ use crate::case::{Body, Case};
 use crate::law::LawKind;
 use crate::rows;
 
-/// Part `index`, from 1, of `count`; written `1/24`.
+/// Part number `index` of `count`, counted from 1 and written `1/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deal {
     index: u64,
@@ -117,7 +117,7 @@ fn forward_jobs(
     compiler.jobs(AnyProblem::Forward(&problem), options).ok()
 }
 
-/// FNV-1a.
+/// Hash FNV-1a of a text.
 fn hash(text: &str) -> u64 {
     text.bytes()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))

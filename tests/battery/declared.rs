@@ -1,11 +1,11 @@
-//! Which refusals are part of a backend's promise. Any other is a failure.
+//! Refusals that a backend declares. Any other refusal is a failure.
 
 use fmha_core::{Bias, DType, FwdProblem, KvLayout, PlanOptions, QLayout, Strides, VLayout};
 
 use crate::case::{Body, Case};
 use crate::law::LawKind;
 
-/// A refusal that a backend declares.
+/// One declared refusal.
 pub struct Declared {
     /// Backends with this refusal, by [`fmha_core::Device::kind`].
     pub backends: &'static [&'static str],
@@ -30,7 +30,7 @@ fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
         || matches!(&case.body, Body::Law(law) if matches!(law.kind, LawKind::AppendIsWritten(_)))
 }
 
-/// Whether a cache is of FP8 beside queries of 16 bits, or seen by a tree mask.
+/// Whether a cache has FP8 elements under 16-bit queries, or a tree mask.
 fn is_no_plain_cache(problem: &FwdProblem) -> bool {
     problem.cache.dtype.is_some() || problem.cache.tree_mask
 }
@@ -388,8 +388,8 @@ pub const DECLARED: &[Declared] = &[
     },
 ];
 
-/// Whether sm90 cannot load an FP8 cache under 16-bit queries by TMA boxes: rows or strides are not whole words of
-/// 16, pages not a multiple of 8 rows, or K is neither laid out like Q nor paged.
+/// Whether sm90 can not load an FP8 cache under 16-bit queries with TMA: rows or strides are not whole words of 16,
+/// pages not a multiple of 8 rows, or K is neither laid out like Q nor paged.
 fn is_no_box_of_a_narrow_cache(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
     let is_odd =
@@ -412,7 +412,7 @@ fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
             problem.layout.v == VLayout::RowMajor && dims.iter().all(|&dim| dim % 16 == 0 && dim <= 256);
         whole && (problem.cache.dtype.is_some() || problem.layout.kv != own)
     });
-    // The second call of such a law reads the cache after conversion.
+    // The second call of this law reads the converted cache, so its kernel may refuse it.
     !is_one || matches!(&case.body, Body::Law(law) if law.kind == LawKind::WidenedCache)
 }
 
@@ -440,7 +440,7 @@ pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static
 mod tests {
     use super::*;
 
-    /// A declared refusal of a kernel that is named excuses neither other kernels nor the backend.
+    /// A refusal declared for a named kernel excuses neither other kernels nor the backend.
     #[test]
     fn a_kernel_that_was_asked_for_may_refuse_what_another_one_reads_as_it_lies() {
         let declared = |kernel: Option<&str>, name: &str| {

@@ -18,7 +18,7 @@ use crate::used::note;
 /// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
 ///
 /// # Errors
-/// What the backend said.
+/// An error of the backend.
 pub fn run_fwd(backend: &Device, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
@@ -30,7 +30,7 @@ pub fn run_fwd(backend: &Device, plan: &FwdPlan, host: &mut HostFwd) -> Result<(
 /// Runs a backward plan; the gradients of `host` then hold its results.
 ///
 /// # Errors
-/// What the backend said.
+/// An error of the backend.
 pub fn run_bwd(backend: &Device, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
@@ -42,7 +42,7 @@ pub fn run_bwd(backend: &Device, plan: &BwdPlan, host: &mut HostBwd) -> Result<(
 /// Runs a combine plan; O and LSE of `host` then hold its results.
 ///
 /// # Errors
-/// What the backend said.
+/// An error of the backend.
 pub fn run_combine(backend: &Device, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
@@ -70,7 +70,7 @@ pub fn run_combine(backend: &Device, plan: &CombinePlan, host: &mut HostCombine)
 /// `then`; O, LSE and the keep mask of `then` hold the results.
 ///
 /// # Errors
-/// What the backend said.
+/// An error of the backend.
 pub fn replay_fwd(backend: &Device, plan: &FwdPlan, first: &mut HostFwd, then: &mut HostFwd) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
@@ -100,7 +100,7 @@ fn turn(backend: &Device) -> Option<MutexGuard<'static, ()>> {
 /// back too, unless its memory checks bounds itself.
 pub struct Resident<'a> {
     backend: &'a Device,
-    /// Empty where the backend computes in host memory.
+    /// Device buffers; empty where the backend computes in host memory.
     buffers: BTreeMap<Operand, DevBuffer>,
     workspace: Option<DevBuffer>,
     written: Vec<Operand>,
@@ -116,7 +116,7 @@ impl<'a> Resident<'a> {
         let dirty = vec![1u8; workspace.zeroed_bytes as usize];
         let mut workspace = memory.workspace(workspace)?;
         if let Some(workspace) = &mut workspace {
-            // Memory that the run must clear holds garbage before it.
+            // The workspace holds garbage before a run that must clear it.
             memory.upload(&dirty, workspace)?;
         }
         let mut buffers = BTreeMap::new();
@@ -130,7 +130,7 @@ impl<'a> Resident<'a> {
         Ok(resident)
     }
 
-    /// Replaces the placed operands by others of equal sizes.
+    /// Replaces the operands on the device by others of equal sizes.
     fn upload(&mut self, operands: &Operands) -> Result<()> {
         for (operand, buffer) in &mut self.buffers {
             let Some(tensor) = operands.get(*operand) else { continue };
@@ -149,7 +149,7 @@ impl<'a> Resident<'a> {
     /// Queues a forward call over the operands of `host` and waits for it.
     ///
     /// # Errors
-    /// What the backend said.
+    /// An error of the backend.
     pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
         let facts = (host.totals, host.second_totals, host.dropout);
         host.takes_numerics_of(plan);
@@ -160,7 +160,7 @@ impl<'a> Resident<'a> {
     /// Queues a forward call over the operands of `host`, and returns without waiting.
     ///
     /// # Errors
-    /// What the backend said.
+    /// An error of the backend.
     pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: &Stream) -> Result<()> {
         let facts = (host.totals, host.second_totals, host.dropout);
         host.takes_numerics_of(plan);
@@ -170,7 +170,7 @@ impl<'a> Resident<'a> {
     /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.
     ///
     /// # Errors
-    /// What the backend said.
+    /// An error of the backend.
     pub fn run_fwd_of(&mut self, plan: &FwdPlan, host: &mut HostBwd) -> Result<()> {
         let stream = self.backend.default_stream();
         self.forward(plan, &mut host.operands, (host.totals, Totals::NONE, host.dropout), &stream)?;
@@ -233,7 +233,7 @@ impl<'a> Resident<'a> {
     /// Queues a backward call over the operands of `host` and waits for it.
     ///
     /// # Errors
-    /// What the backend said.
+    /// An error of the backend.
     pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<CallTime> {
         let stream = self.backend.default_stream();
         timed(&stream, || self.queue_bwd(plan, host, &stream))
@@ -242,7 +242,7 @@ impl<'a> Resident<'a> {
     /// Queues a backward call over the operands of `host`, and returns without waiting.
     ///
     /// # Errors
-    /// What the backend said.
+    /// An error of the backend.
     pub fn queue_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd, stream: &Stream) -> Result<()> {
         let (totals, dropout) = (host.totals, host.dropout);
         host.score_sums = plan.promises().score_sums;
@@ -372,7 +372,8 @@ fn missing(operand: Operand) -> Error {
     fmha_core::ProblemError::new("operands", format!("operands: {operand:?} (1) is missing")).into()
 }
 
-/// Some bytes of `buffer`, which stays their owner: of a tensor of gigabytes only the rows are copied.
+/// Part of a buffer as a buffer of its own, still owned by `buffer`: of a tensor of gigabytes only some rows are
+/// copied.
 fn piece_of(memory: &dyn DeviceMemory, buffer: &mut DevBuffer, piece: &Range<usize>) -> DevBuffer {
     let bytes = piece.len() as u64;
     // SAFETY: the piece lies inside `buffer`, which outlives it and is borrowed alone; nothing is freed with it.

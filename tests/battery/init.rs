@@ -1,4 +1,4 @@
-//! Contents of tensors: numbers that a seed and a position decide, in any order and on any thread.
+//! Contents of tensors: a seed and a position determine each number, in any order and on any thread.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,10 +10,10 @@ use crate::tensor::Operand;
 /// Kinds of numbers for Q, K, V and the incoming gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Init {
-    /// Standard normal.
+    /// Standard normal numbers.
     #[default]
     Normal,
-    /// Uniform in −1..1.
+    /// Uniform numbers in −1..1.
     Uniform,
     /// A sine of the row's and the element's position: smooth, and different in neighbouring rows.
     Trig,
@@ -32,7 +32,7 @@ pub enum Init {
     /// Normal, but K's first 64 rows are 400 times as large and the next 186 are 20 times: exponentials relative to
     /// an earlier block's maximum overflow f32.
     Towering,
-    /// Q four times the standard normal: scores of standard deviation 4.
+    /// Q is four times standard normal: scores have standard deviation 4.
     Spread4,
     /// Scores of standard deviation 64.
     Spread64,
@@ -59,16 +59,16 @@ impl Init {
         Init::HugeLogits,
     ];
 
-    /// Scores farther apart than usual, everywhere or in part.
+    /// Kinds whose scores are farther apart than usual, everywhere or in part.
     pub const SPREAD: [Init; 4] = [Init::Spread4, Init::Spread64, Init::MixedHeads, Init::MixedRows];
 
-    /// Scores that grow along a row.
+    /// Kinds whose scores grow along a row.
     pub const GROWING: [Init; 2] = [Init::Rising, Init::Towering];
 
     /// Kinds with growing scores, and with scores of one sign, for kernels that find maxima in other ways.
     pub const OF_MAXIMA: [Init; 3] = [Init::Rising, Init::HugeLogits, Init::Slanted];
 
-    /// The name in case names and in the command.
+    /// Name of the kind in case names and in commands.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -143,7 +143,7 @@ fn scaled(key: u64, factor: f32, row: &mut [f32]) {
     row.iter_mut().for_each(|x| *x *= factor);
 }
 
-/// Normal, and larger in the first rows.
+/// Fills a row with normal numbers, larger in the first rows.
 fn growing(key: u64, i: u32, [first, second]: [f32; 2], row: &mut [f32]) {
     let factor = match i {
         0..64 => first,

@@ -19,25 +19,25 @@ mod bits;
 /// A forward call, and the second call with which it must agree.
 #[derive(Clone, Debug)]
 pub struct Law {
-    /// The call.
+    /// First call.
     pub forward: Forward,
-    /// Kind of the other call.
+    /// Kind of the second call.
     pub kind: LawKind,
 }
 
-/// The second call. Results of all but the last two kinds must be bit-equal if both plans have the same kernel and
-/// details; otherwise both are compared with the reference.
+/// Kind of the second call. Results of all but the last two kinds must be bit-equal if both plans have
+/// the same kernel and details; otherwise both are compared with the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LawKind {
-    /// A call of the same sequences, packed.
+    /// A call of equal sequences, packed.
     GroupIsBatch,
-    /// A call with the same V, stored `[dim, seq]`.
+    /// A call with equal numbers whose V is stored `[dim, seq]`.
     ColMajorIsRowMajor,
     /// A call with equal tensors, stored b·h·s·d.
     AnyLayout,
-    /// A call with as many kv heads as query heads, by repeating K and V.
+    /// A call with K and V repeated, so that it has as many kv heads as query heads.
     GqaIsMha,
-    /// The sequences in reverse order; where the plan promises batch invariance.
+    /// The sequences in reverse order, where the plan promises batch invariance.
     PermutedBatch,
     /// The call itself, run again, if the plan promises to be deterministic.
     Twice,
@@ -47,13 +47,13 @@ pub enum LawKind {
     PagedIsStrided(u32),
     /// A call with equal keys in pages that are renumbered.
     PermutedPages,
-    /// A call that appends this many last keys of each sequence; the cache must agree too.
+    /// The last keys of each sequence, this many, are appended by the call; the cache must agree too.
     AppendIsWritten(u32),
     /// The KV cache is converted to Q's type before the call.
     WidenedCache,
-    /// Each sequence's last query alone, by plans that are batch-invariant.
+    /// The last query of each sequence alone, in batch-invariant plans.
     LastOfMany,
-    /// A window that hides nothing, instead of no mask; within the bound of the reference.
+    /// A window that hides nothing, in place of no mask; compared within the reference's bound.
     WideWindowIsNone,
     /// The keys in this many parts, merged; compared within the reference's bound.
     SplitsCombine(u32),
@@ -62,7 +62,7 @@ pub enum LawKind {
     /// Gradients of the call, computed this many times more: dK and dV for every plan; dQ too if the plan promises
     /// to be deterministic.
     KeysOfGradients(u32),
-    /// Calls of each sequence of this call alone.
+    /// Each sequence of the call, called alone.
     AloneIsInBatch,
     /// Calls on each packed sequence alone, all planned with `batch_invariant`.
     AloneIsInPack,
@@ -102,7 +102,7 @@ impl Law {
         }
         let mut wishes = options.plan.clone();
         if matches!(self.kind, LawKind::LastOfMany | LawKind::PermutedBatch) {
-            // Both calls are compared with the reference where no kernel can promise equal bits.
+            // Where no kernel can promise equal bits, both calls are compared with the reference.
             wishes.batch_invariant = true;
             let valid = problem.clone().validate()?;
             wishes.batch_invariant = backend.plan_fwd(&valid, &wishes).is_ok();
@@ -125,7 +125,7 @@ impl Law {
             LawKind::WideWindowIsNone => false,
             _ => true,
         };
-        // Bits that depend on the sequence alone depend on no tile either.
+        // Batch-invariant bits do not depend on the tile either.
         let of_any_tile = matches!(self.kind, LawKind::PermutedBatch | LawKind::LastOfMany)
             && plan_b.promises().batch_invariant
             && plan_a.kernel() == plan_b.kernel();
@@ -150,8 +150,8 @@ impl Law {
         Ok(verdict)
     }
 
-    /// The second call's tensors: numbers are equal, because they depend on sequence, head and position; they are
-    /// copied where those change.
+    /// Makes the second call's tensors. Numbers depend on sequence, head and position, so they are equal; where those
+    /// change, numbers are copied.
     fn other(&self, a: &HostFwd) -> Result<HostFwd> {
         let Forward { problem, lengths, data, .. } = &self.forward;
         let mut other = problem.clone();
@@ -273,8 +273,8 @@ fn contiguous(problem: &mut FwdProblem) {
     problem.strides.o = Strides::bshd(problem.shape_o());
 }
 
-/// Whether two plans compute a row in the same way. The order in which they take their tiles, the number of tiles at a
-/// time and the whole call's modelled time must change no bit.
+/// Whether two plans compute a row in the same way. The order of their tiles, the number of tiles at a time and the
+/// modelled time of the call must not change bits.
 fn same_tile(a: &FwdPlan, b: &FwdPlan) -> bool {
     let details = |plan: &FwdPlan| {
         let says_how = |name: &str| !["order", "modelled time"].contains(&name);
@@ -305,7 +305,7 @@ fn copy_keys(from: &HostFwd, to: &mut HostFwd, source: impl Fn(u32, u32, u32) ->
     copy(from, to, Operand::V, source);
 }
 
-/// A cache of Q's type: each element of `a`'s times its descale, or its row's scale, rounded once.
+/// Makes a cache of Q's type: each element of `a`'s cache times its descale or its row's scale, rounded once.
 fn widen(
     a: &HostFwd,
     b: &mut HostFwd,
@@ -336,7 +336,7 @@ fn widen(
     Ok(())
 }
 
-/// The first place where the last rows of `many` differ in a bit from the only rows of `one`.
+/// First place where the last rows of `many` differ in a bit from the only rows of `one`.
 fn last_row_differs(many: &HostFwd, one: &HostFwd) -> Option<String> {
     let (o_many, o_one) = (many.operands.expect(Operand::O), one.operands.expect(Operand::O));
     for (span, alone) in many.spans.iter().zip(&one.spans) {
@@ -366,7 +366,7 @@ fn cache_differs(a: &HostFwd, b: &HostFwd) -> Option<String> {
     })
 }
 
-/// The first place where O or LSE differ in a bit.
+/// First place where O or LSE of two calls differ in a bit.
 fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
     a.spans.iter().enumerate().find_map(|(index, span_a)| {
         let span_b = &b.spans[if reversed { b.spans.len() - 1 - index } else { index }];

@@ -200,7 +200,7 @@ mod mapped {
 
     use super::{Result, refused};
 
-    /// Pages are 4 KiB on x86-64 and on AArch64. A larger multiple serves any other size.
+    /// Multiple of the page size. Pages have 4 KiB on x86-64 and AArch64, and a larger multiple serves other sizes.
     const PAGE: usize = 1 << 16;
 
     /// Pages of this process, and the part of them that holds a tensor.

@@ -1,4 +1,4 @@
-//! Runs of many cases, and their report.
+//! Run of many cases, and its report.
 
 use std::fmt;
 use std::io::Write;
@@ -23,26 +23,26 @@ pub struct CaseReport {
     pub name: String,
     /// Seed of the case.
     pub seed: u64,
-    /// Passed, failed, refused or absent.
+    /// Outcome: passed, failed, refused or absent.
     pub outcome: Outcome,
     /// The kernels that ran, as plans name them; empty if nothing ran.
     pub kernel: String,
-    /// The verdict, the refusal or the reason.
+    /// Verdict, refusal or reason, as text.
     pub text: String,
-    /// The command that repeats the case.
+    /// Command that repeats the case.
     pub repro: String,
     /// Seconds that the case took, the reference included.
     pub seconds: f64,
 }
 
-/// The columns of the report.
+/// Counts of outcomes: the columns of the report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Summary {
-    /// Ran, and everything holds.
+    /// Number of cases that ran and are correct.
     pub passed: u64,
     /// Number of cases whose result is wrong, or that were refused without a declaration.
     pub failed: u64,
-    /// Refused as declared.
+    /// Number of cases that were refused as declared.
     pub refused: u64,
     /// Number of cases that could not run here.
     pub absent: u64,
@@ -51,17 +51,18 @@ pub struct Summary {
 /// Results of a backend on the battery. The JSON form ends with `summary`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The backend's kind.
+    /// Kind of the backend.
     pub backend: String,
     /// Name of the backend's device.
     pub device: String,
-    /// Every case, in order.
+    /// Reports of all cases, in order.
     pub cases: Vec<CaseReport>,
-    /// The counts.
+    /// Counts of all cases.
     pub summary: Summary,
 }
 
-/// Called after each case, from any thread: how many are done, of how many, and the case.
+/// Called after each case, from any thread: the number of finished cases, the number of all cases, and this case's
+/// report.
 pub type OnCase<'a> = &'a (dyn Fn(u64, u64, &CaseReport) + Sync);
 
 /// Runs the cases whose names match `filter`, on all cores: a device runs one call at a time while other cases are

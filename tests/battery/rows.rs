@@ -21,12 +21,12 @@ use crate::tensor::{Operand, Operands, Tensor};
 use crate::tensors::{Data, HostBwd, HostFwd, Lengths, scale_code, set_coded_row};
 use crate::verdict::Verdict;
 
-/// A source of numbers that a seed decides.
+/// Random generator with a seed.
 #[derive(Clone, Copy, Debug)]
 pub struct Dice(u64);
 
 impl Dice {
-    /// Numbers of a seed.
+    /// A generator with this seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(mix(seed ^ 0x0705_1a5e))
@@ -53,27 +53,27 @@ impl Dice {
 /// One sequence, whose rows occur in calls.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Story {
-    /// Decides every number.
+    /// Seed of every number.
     pub seed: u64,
-    /// Q's, K's and V's type; of f32 O is f32 too.
+    /// Type of Q, K and V. With f32, O is f32 too.
     pub dtype: DType,
     /// Type of O.
     pub dtype_o: DType,
     /// Type of the cache, if it differs.
     pub dtype_cache: Option<DType>,
-    /// Query heads, and kv heads.
+    /// Numbers of query heads and of kv heads.
     pub heads: [u32; 2],
-    /// Dimensions of Q and K, and of V.
+    /// Head dimensions of Q and K, and of V.
     pub dims: [u32; 2],
-    /// Tokens.
+    /// Number of tokens.
     pub len: u32,
     /// Number of keys before its own that a row sees; `None`: all, without a window.
     pub left: Option<u32>,
-    /// Soft-cap of scores.
+    /// Whether scores have a soft-cap.
     pub softcap: bool,
-    /// Learnable sinks.
+    /// Whether the call has learnable sinks.
     pub sink: bool,
-    /// Slopes of ALiBi.
+    /// Whether the call has slopes of ALiBi.
     pub alibi: bool,
     /// Rare property of the problem, which only few random problems have.
     pub rare: Option<Rare>,
@@ -82,41 +82,41 @@ pub struct Story {
 /// Rare property of a random problem, in kernels that promise equal rows with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rare {
-    /// Q, K and V in FP8.
+    /// Q, K and V are FP8.
     Fp8(DType),
-    /// Q, K and V with scales by blocks.
+    /// Q, K and V have scales by blocks.
     Scales(BlockFormat),
     /// Latent attention: V is the first 512 elements of K's 576.
     Latent,
-    /// A function that adds to a score by its key's place.
+    /// A score function adds to a score by its key's position.
     Score,
 }
 
-/// How K and V lie.
+/// Layout of K and V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
-    /// A batch with a common capacity.
+    /// A batch whose sequences have a common capacity.
     Strided,
     /// Sequences one after another.
     Packed,
-    /// Pages of this many rows.
+    /// Pages with this many rows.
     Paged(u32),
 }
 
 /// A call that contains some of the rows of a random problem ([`Story`]).
 #[derive(Clone, Debug, PartialEq)]
 pub struct View {
-    /// Queries of the problem that the call has; each sees the keys up to its own position.
+    /// Queries of the problem that this call has. Each sees the keys up to its own position.
     pub rows: Range<u32>,
-    /// How K and V lie.
+    /// Layout of K and V in this call.
     pub keys: Keys,
     /// Whether Q's sequences are packed.
     pub packed: bool,
-    /// Queries and keys of the call's other sequences, of other numbers.
+    /// Numbers of queries and keys of the call's other sequences, whose contents differ.
     pub others: Vec<[u32; 2]>,
     /// Index of the problem's sequence among the call's sequences.
     pub place: usize,
-    /// Keys that the cache has room for beyond the longest sequence.
+    /// Rows of the cache beyond the longest sequence.
     pub spare: u32,
     /// Whether the call has no mask: it has one row per sequence, which sees all keys.
     pub unmasked: bool,
@@ -127,13 +127,13 @@ pub struct View {
 /// Limits within which random problems ([`Story`]) and calls with some of their rows ([`View`]) are drawn.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Types of Q.
+    /// Types that Q may have.
     pub dtypes: &'static [DType],
     /// Keys of a part in the tested kernel; half of the pairs span three or more parts.
     pub part: u32,
     /// Most queries of a call that has many.
     pub most_rows: u32,
-    /// Head dimensions.
+    /// Head dimensions that may be drawn.
     pub dims: &'static [u32],
     /// Whether some problems have FP8 caches.
     pub fp8_caches: bool,
@@ -144,11 +144,11 @@ pub struct Bounds {
     pub forced: bool,
 }
 
-/// One random problem in so many has a rare property.
+/// Number of random problems of which one has a rare property.
 const ONE_RARE: u32 = 8;
-/// One forced pair of calls in so many has a training call.
+/// Number of forced pairs of calls of which one has a training call.
 const ONE_TRAINS: u32 = 4;
-/// Rows of the smallest tile: two rows of one remainder lie alike in a tile.
+/// Rows of the smallest tile: two rows that are equal modulo this number have one position in a tile.
 const TILE_ROWS: u32 = 16;
 /// Most queries of a call that has many, if the problem is latent attention.
 const LATENT_ROWS: u32 = 20;
@@ -187,7 +187,7 @@ pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let mut story = Story {
         seed: mix(seed),
         dtype,
-        // Mostly unrounded, so that the last bits of sums are seen.
+        // O is mostly f32, so that the last bits of sums are visible.
         dtype_o: if is_wide && !dice.chance(4) { DType::F32 } else { dtype },
         dtype_cache: (bounds.fp8_caches && is_wide && dice.chance(6)).then_some(DType::E4m3Fn),
         heads: [ratio * kv, kv],
@@ -200,7 +200,7 @@ pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
         rare: None,
     };
     let row = if is_long { dice.within(2 * bounds.part..len) } else { dice.below(len) };
-    // Numbers of their own, so that other bounds draw the same pairs without them.
+    // These numbers come from a generator of their own, so that bounds without rare properties draw the same pairs.
     let mut own = Dice::new(seed ^ 0x0f0c_ed00);
     if !bounds.rare.is_empty() && own.chance(ONE_RARE) {
         story.take(own.one_of(bounds.rare));
@@ -248,16 +248,16 @@ impl Story {
                     self.dtype = DType::Bf16;
                 }
             }
-            // V is what K is.
+            // V has the properties of K.
             Rare::Latent => (self.dims, self.heads) = ([576, 512], [self.heads[0].min(3), 1]),
             Rare::Score => {}
         }
     }
 }
 
-/// A call that has the row.
+/// Draws a call that contains the given row.
 fn view(dice: &mut Dice, story: &Story, row: u32, bounds: &Bounds) -> View {
-    // Training, a chunk, or a step of decoding.
+    // The call is a training call, a chunk of a prompt, or a step of decoding.
     let rows = match dice.below(3) {
         0 if row < bounds.most_rows => {
             0..dice.within(row + 1..story.len.min(bounds.most_rows).max(row + 1) + 1)
@@ -310,14 +310,14 @@ fn view(dice: &mut Dice, story: &Story, row: u32, bounds: &Bounds) -> View {
 }
 
 impl View {
-    /// Queries and keys of the call's sequences.
+    /// Numbers of queries and keys of all sequences of the call.
     fn sequences(&self) -> Vec<[u32; 2]> {
         let mut all = self.others.clone();
         all.insert(self.place, [self.rows.len() as u32, self.rows.end]);
         all
     }
 
-    /// The call's problem and lengths.
+    /// Problem and lengths of the call.
     #[must_use]
     pub fn problem(&self, story: &Story) -> (FwdProblem, Lengths) {
         let sequences = self.sequences();
@@ -378,10 +378,10 @@ impl View {
         (problem, lengths)
     }
 
-    /// The call's tensors.
+    /// Tensors of the call.
     ///
     /// # Errors
-    /// The problem's contradiction.
+    /// The contradiction in the problem.
     pub fn host(&self, story: &Story) -> Result<HostFwd> {
         let (problem, lengths) = self.problem(story);
         let data = Data { seed: story.seed, ..Data::default() };
@@ -392,7 +392,7 @@ impl View {
             host.spans.iter().map(|span| (0..span.seqlen_k).map(|j| rows.at(span, j)).collect()).collect()
         };
         for (at, (span, places)) in host.spans.clone().iter().zip(&places).enumerate() {
-            // Other sequences have other numbers.
+            // The other sequences have other numbers.
             let seed = if at == self.place { story.seed } else { mix(story.seed ^ (at as u64 + 1)) };
             let first = if at == self.place {
                 self.rows.start
@@ -427,7 +427,7 @@ const OF_DOUT: u64 = 4;
 /// A function of a score: what it adds depends on the key alone, as a call's first query is another row in each view.
 const SCORE: &str = "s * 0.75 + float(k % 7) * 0.125";
 
-/// A row's numbers. Some rows are larger than others, so that maxima rise late, and by little and by much.
+/// Fills a row with numbers. Some rows are larger than others, so that maxima rise late, by little and by much.
 fn draw_row((seed, salt): (u64, u64), head: u32, position: u32, values: &mut [f32]) {
     let spread = if salt == OF_Q || salt == OF_K { 3.0 } else { 1.0 };
     let mut state = mix(seed ^ salt << 56 ^ u64::from(head) << 40 ^ u64::from(position));
@@ -438,7 +438,7 @@ fn draw_row((seed, salt): (u64, u64), head: u32, position: u32, values: &mut [f3
     }
 }
 
-/// Rows by their positions in a sequence, and where they lie.
+/// Writes rows, given by their positions in a sequence, to their places in a tensor.
 fn put(tensor: &mut Tensor, of: (u64, u64), rows: impl Iterator<Item = (u32, (u32, u32))>) {
     let mut values = vec![0_f32; tensor.shape.dim as usize];
     for (position, (batch, row)) in rows {
@@ -482,7 +482,7 @@ fn put_scaled(
 /// Outcome of a pair of calls.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// All shared rows had equal bits; these kernels computed them.
+    /// All shared rows had equal bits. The names are those of both calls' kernels.
     Equal([String; 2]),
     /// A call was refused, for this reason.
     Refused(String),
@@ -514,7 +514,7 @@ impl Planning {
 /// Runs both calls of a random problem and compares the rows that they share.
 ///
 /// # Errors
-/// What the backend said, other than a refusal.
+/// An error of the backend, other than a refusal.
 pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Planning) -> Result<Outcome> {
     let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
     for (at, view) in views.iter().enumerate() {
@@ -537,7 +537,7 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
     })
 }
 
-/// The first bits of the rows that two calls share, which have run, that differ.
+/// Finds the first bits that differ in the rows that two finished calls share.
 #[must_use]
 pub fn differing(story: &Story, views: &[View; 2], hosts: [&HostFwd; 2]) -> Option<String> {
     let [a, b] = views;
@@ -602,7 +602,7 @@ pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
 /// calls have, and dK and dV if both calls have the same rows. A call may begin amid its sequence.
 ///
 /// # Errors
-/// What the backend said, other than a refusal.
+/// An error of the backend, other than a refusal.
 pub fn compare_gradients(
     device: &Device,
     story: &Story,
@@ -664,7 +664,7 @@ pub fn compare_gradients(
     Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
 }
 
-/// Pairs of a case of the battery.
+/// Number of pairs in one case of the battery.
 pub(crate) const PAIRS: u64 = 6;
 
 /// The problems of a case's calls.
@@ -686,7 +686,8 @@ pub(crate) fn backward_of(problem: FwdProblem) -> BwdProblem {
     BwdProblem::new(problem).dtype_grad(DType::F32)
 }
 
-/// The law of some pairs: rows of equal bits; where a call is refused, the case's own within the bound.
+/// Law of some pairs: shared rows have equal bits. Where a call is refused, only the case's own call is compared with
+/// the reference.
 pub(crate) fn law(device: &Device, options: &Options, of: (u64, HostFwd)) -> Result<Verdict> {
     law_of(device, options, of, PAIRS, |seed, planning| {
         let (story, views) = draw(seed, &SHORT);
@@ -694,7 +695,7 @@ pub(crate) fn law(device: &Device, options: &Options, of: (u64, HostFwd)) -> Res
     })
 }
 
-/// The law of a pair of training calls: rows of equal gradients.
+/// Law of a pair of training calls: shared rows have equal gradients.
 pub(crate) fn law_of_gradients(device: &Device, options: &Options, of: (u64, HostFwd)) -> Result<Verdict> {
     law_of(device, options, of, 1, |seed, planning| {
         let (story, views) = draw_training(seed, &BLOCKS);

@@ -1,4 +1,4 @@
-//! Running one case.
+//! Run of one case.
 
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,9 +27,9 @@ use crate::verdict::Verdict;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// The case ran, and everything holds.
+    /// The case ran, and its results are correct.
     Passed,
-    /// The case ran and its result is wrong, or it could not run for an undeclared reason.
+    /// The case ran and its result is wrong, or it did not run for an undeclared reason.
     Failed,
     /// The backend refused the case, as declared.
     Refused,
@@ -37,7 +37,7 @@ pub enum Outcome {
     Absent,
 }
 
-/// How to run cases.
+/// Options for running cases.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Plan options, such as the kernel; a fallback may be used unless the caller forbids it.
@@ -102,7 +102,7 @@ impl Case {
         }
     }
 
-    /// Why this case cannot run here.
+    /// Reason why a case can not run here.
     fn absent(&self, backend: &Device, options: &Options) -> Option<String> {
         let host = backend.memory().space() == MemorySpace::Host;
         let checked = backend.memory().checks_bounds();
@@ -110,7 +110,7 @@ impl Case {
             Placement::Margins => None,
             Placement::EndsAtUnmapped | Placement::BeginsAtUnmapped => {
                 if checked {
-                    // No shared margin: each tensor is an allocation of its exact extent.
+                    // Tensors share no margins: each is an allocation of its exact extent.
                     None
                 } else if !host {
                     let none =
@@ -177,7 +177,7 @@ fn run_backward(case: &Backward, backend: &Device, options: &Options) -> Result<
     Ok(verdict)
 }
 
-/// Runs the call once more: the first gradient that has other bits than before.
+/// Runs the call once more, and returns the first gradient whose bits differ.
 fn differs_in_another_run(backend: &Device, plan: &BwdPlan, host: &mut HostBwd) -> Result<Option<String>> {
     let gradients = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
     let before = gradients.map(|operand| host.operands.get(operand).map(|tensor| tensor.elems().to_vec()));
@@ -321,7 +321,7 @@ fn last_keys(host: &mut HostFwd) -> Result<()> {
     Ok(())
 }
 
-/// Queries (1, 0, 0, ...), keys (`score`, 0, ...) and nought, V nought at key 0.
+/// Sets queries to (1, 0, 0, ...), keys to (`score`, 0, ...) or 0, and V at key 0 to 0.
 fn faint_weights(host: &mut HostFwd, score: f64) {
     let dims = host.problem.dims;
     for span in host.spans.clone() {
@@ -363,7 +363,7 @@ fn hide_keys(host: &mut HostFwd) -> Result<()> {
     Ok(())
 }
 
-/// Places of the rows that no query of their kv head sees, or lists, and the head.
+/// Rows, with their head, that no query of their kv head sees or lists.
 fn hidden_keys(
     problem: &FwdProblem,
     spans: &[SeqSpan],

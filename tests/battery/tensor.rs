@@ -12,7 +12,7 @@ use fmha_core::{
 
 use crate::memory::{Bytes, Placement};
 
-/// Which argument of a call a tensor is.
+/// Arguments of a call that are tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "each is the argument of that name")]
 pub enum Operand {
@@ -80,7 +80,7 @@ impl Operand {
     pub(crate) fn salt(self) -> u64 {
         match self {
             Operand::Q => 1,
-            // New keys have the numbers that they have in the cache.
+            // New keys have the numbers that the cache has in their rows.
             Operand::K | Operand::KNew => 2,
             Operand::V | Operand::VNew => 3,
             Operand::Dout => 4,
@@ -172,7 +172,7 @@ impl Tensor {
         Ok(())
     }
 
-    /// A row of `count` elements.
+    /// Makes a row of `count` elements.
     pub(crate) fn row(dtype: DType, count: u64, room: Room) -> Result<Self> {
         let dim = u32::try_from(count).unwrap_or(u32::MAX);
         let shape = Shape { batch: 1, seq: 1, head: 1, dim };
@@ -196,7 +196,7 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Poison throughout, of bytes that this type names.
+    /// Makes a tensor of poison whose element type is given directly.
     pub(crate) fn coded(elem: ElemType, shape: Shape, strides: Strides, room: Room) -> Result<Self> {
         let dtype = match elem {
             ElemType::Number(dtype) => dtype,
@@ -205,13 +205,13 @@ impl Tensor {
         Ok(Self { elem, ..Self::new(dtype, shape, strides, room)? })
     }
 
-    /// One byte of a tensor of bytes.
+    /// Mutable access to one byte of a tensor of bytes.
     pub(crate) fn byte_mut(&mut self, [batch, seq, head, dim]: [u32; 4]) -> &mut u8 {
         let at = self.at(batch, seq, head, dim);
         &mut self.elems_mut()[at]
     }
 
-    /// A row of bytes.
+    /// Makes a row of bytes.
     pub(crate) fn u8s(count: u64, room: Room) -> Result<Self> {
         Ok(Self { elem: ElemType::Bytes, ..Self::row(DType::E4m3Fn, count, room)? })
     }
@@ -275,7 +275,7 @@ impl Tensor {
         &mut self.bytes
     }
 
-    /// Byte that fills the places of no element.
+    /// Byte that fills every place without an element.
     pub(crate) fn poison(&self) -> u8 {
         self.poison
     }
@@ -284,7 +284,7 @@ impl Tensor {
         (self.strides.offset(batch, seq, head, dim).unsigned_abs() * self.dtype.size_bytes()) as usize
     }
 
-    /// One element.
+    /// Value of one element.
     #[must_use]
     pub fn get(&self, batch: u32, seq: u32, head: u32, dim: u32) -> f64 {
         self.dtype.read(&self.elems()[self.at(batch, seq, head, dim)..])
@@ -301,7 +301,7 @@ impl Tensor {
         dtype.write(value, &mut self.elems_mut()[at..]);
     }
 
-    /// Range of a row's elements, if they are contiguous.
+    /// Range of a row's elements in memory, if they are contiguous.
     fn dense(&self, [batch, seq, head]: [u32; 3]) -> Option<Range<usize>> {
         let at = self.at(batch, seq, head, 0);
         let bytes = (u64::from(self.shape.dim) * self.dtype.size_bytes()) as usize;
@@ -368,7 +368,7 @@ impl Tensor {
         u32::from_le_bytes(bits)
     }
 
-    /// Element `index` of a row.
+    /// Value of element `index` of a row.
     #[must_use]
     pub fn nth(&self, index: usize) -> f64 {
         self.dtype.read(&self.elems()[index * self.dtype.size_bytes() as usize..])
@@ -400,7 +400,7 @@ fn write_each<const SIZE: usize>(bytes: &mut [u8], values: &[f32], element: impl
 }
 
 impl Placement {
-    /// Small operands of a sparse problem need no gigabytes.
+    /// Small operands of a sparse problem need no reserved gigabytes.
     fn dense(self) -> Self {
         if self == Placement::Sparse { Placement::Margins } else { self }
     }

@@ -18,11 +18,11 @@ use crate::tensor::{Operand, Operands, Room, Tensor};
 /// Lengths and offsets in the form that the device reads; empty if the problem has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
-    /// Rows of packed tensors, pages of paged ones.
+    /// Number of rows of packed tensors, and of pages of paged ones.
     pub totals: Totals,
     /// Pages of each sequence if K is paged: `[batch, max_pages]`.
     pub block_table: Vec<i32>,
-    /// Packed new keys: `[batch + 1]`.
+    /// Offsets of packed new keys: `[batch + 1]`.
     pub cu_seqlens_new: Vec<i32>,
     /// Elements of the tensors of the masks.
     pub masks: MaskNumbers,
@@ -34,13 +34,13 @@ pub struct Lengths {
     pub topk_length: Vec<i32>,
     /// Lengths of a second cache's keys.
     pub second: Option<Box<Lengths>>,
-    /// Packed Q: `[batch + 1]`.
+    /// Offsets of packed Q: `[batch + 1]`.
     pub cu_seqlens_q: Vec<i32>,
-    /// Packed K: `[batch + 1]`.
+    /// Offsets of packed K: `[batch + 1]`.
     pub cu_seqlens_k: Vec<i32>,
-    /// `[batch]`, where the problem has `seqused_q`.
+    /// Queries in use, `[batch]`, if the problem has `seqused_q`.
     pub seqused_q: Vec<i32>,
-    /// `[batch]`, where the problem has `seqused_k`.
+    /// Keys in use, `[batch]`, if the problem has `seqused_k`.
     pub seqused_k: Vec<i32>,
 }
 
@@ -59,7 +59,7 @@ pub struct MaskNumbers {
 }
 
 impl Lengths {
-    /// Packed sequences of these (queries, keys), with no gap between.
+    /// Lengths of packed sequences with the given (queries, keys) and no gap between them.
     #[must_use]
     pub fn packed(sequences: &[(u32, u32)]) -> Self {
         let total = |length: fn(&(u32, u32)) -> u32| sequences.iter().map(length).sum();
@@ -86,7 +86,7 @@ impl Lengths {
 pub struct Data {
     /// Kind of numbers of Q, K, V and the incoming gradients.
     pub init: Init,
-    /// Decides every number, the dropout mask too.
+    /// Seed of every number and of the dropout mask.
     pub seed: u64,
     /// Where the tensors lie in memory.
     pub room: Room,
@@ -105,7 +105,7 @@ pub struct HostFwd {
     pub operands: Operands,
     /// Position of the random generator of dropout.
     pub dropout: DropoutSeed,
-    /// The sequences.
+    /// Sequences of the call.
     pub spans: Vec<SeqSpan>,
     /// How the last plan summed scores, by its promise.
     pub score_sums: ScoreSums,
@@ -145,7 +145,7 @@ impl HostFwd {
             operands.put(Operand::Lse, Tensor::row(DType::F32, extents.lse_elems, data.room)?);
         }
         if problem.scales.scale_o {
-            // No power of two, and nowhere near the largest number of any type.
+            // The scale is no power of two, and far from the largest number of every type.
             operands.put(Operand::ScaleO, Tensor::f32s(&[11.0], data.room)?);
         }
         if problem.dropout.write_keep_mask {
@@ -167,7 +167,7 @@ impl HostFwd {
         Ok(Self { problem, totals, second_totals, operands, dropout, spans, score_sums, rounds_p })
     }
 
-    /// The operands in the form for the reference.
+    /// Operands as the reference reads them.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         let inputs = inputs_of((self.totals, self.problem.dims.batch), &self.operands, self.dropout);
@@ -527,7 +527,7 @@ fn inputs(
         let of_k = (Operand::KScale, extents.k, scales.k, 0.02);
         for (operand, of, strides, least) in [of_k, (Operand::VScale, extents.v, scales.v, 0.03)] {
             let mut tensor = Tensor::new(DType::F32, scales.shape(of), strides, data.room)?;
-            // No powers of two, and no two neighbours alike; scales of blocks without a row in use stay NaN.
+            // Scales are no powers of two, and neighbours differ. Scales of blocks without a row in use stay NaN.
             for (row, head) in rows_k.iter().flat_map(|row| (0..of.head).map(move |head| (row, head))) {
                 let at = row.row / scales.block;
                 let value = least * f64::from(1 + (at * 7 + head * 3 + row.storage_batch) % 11);
@@ -579,7 +579,7 @@ fn inputs(
     Ok(spans)
 }
 
-/// Lengths, K and V of a second cache.
+/// Lengths, K and V of a second cache of a call.
 fn second_cache(
     problem: &ValidFwd,
     second: &SecondCache,
@@ -603,7 +603,7 @@ fn second_cache(
             operands.put(operand, Tensor::words(values, ElemType::I32, data.room)?);
         }
     }
-    // Key places do not depend on queries, so these are simplified.
+    // Positions of keys do not depend on queries, so the queries' layout is simplified.
     (alone.layout.q, alone.layout.seqused_q) = (QLayout::Batch, false);
     let facts = (lengths.totals, problem.dims.batch);
     let none = operands.input(Operand::Q);
@@ -699,7 +699,7 @@ fn spoil_hidden(
     Ok(())
 }
 
-/// Fills these rows of Q, K or V.
+/// Function that fills given rows of Q, K or V.
 type Fill<'a> = &'a dyn Fn(&mut Tensor, Operand, &[Row]);
 
 /// A row to fill: its place, and the sequence and position that it belongs to.
@@ -714,12 +714,12 @@ fn q_rows(spans: &[SeqSpan]) -> Vec<Row> {
     rows(spans, |span| (0..span.seqlen_q).map(move |i| ((span.q_batch, span.q_row + i), i)))
 }
 
-/// The keys that are in the cache before the call.
+/// Keys that the cache holds before the call.
 fn k_rows(spans: &[SeqSpan], places: KvRows<'_>) -> Vec<Row> {
     rows(spans, |span| (0..span.seqlen_cached).map(move |j| (places.at(span, j), j)))
 }
 
-/// Rows of new keys, with the positions that they get.
+/// Rows of new keys, with their positions after the append.
 fn new_rows(spans: &[SeqSpan]) -> Vec<Row> {
     rows(spans, |span| {
         let new = (span.seqlen_cached..span.seqlen_k).enumerate();
@@ -739,7 +739,7 @@ fn rows<'a, I: Iterator<Item = ((u32, u32), u32)>>(
     all
 }
 
-/// Operands of an append and of a rotary embedding.
+/// Operands of an append and of rotary embedding.
 fn cache_operands(
     problem: &ValidFwd,
     lengths: &Lengths,
@@ -762,7 +762,7 @@ fn cache_operands(
         }
     }
     if let Some(rotary) = &problem.cache.rotary {
-        // The angles of Su et al., "RoFormer": position / 10000^(2 i / dim).
+        // Angles as in Su et al., "RoFormer": position / 10000^(2 i / dim).
         let half = rotary.dim / 2;
         let angle = |at: u64| {
             let (position, i) = (at / u64::from(half), at % u64::from(half));

@@ -1,4 +1,4 @@
-//! Bound on a result's distance from the reference: one function.
+//! Bound of a result's distance from the reference.
 //!
 //! The contract promises `max |O - O_ref| <= 2 max |O_same - O_ref| + eps` (gradients: 3), with
 //! `O_ref` in f64 and `O_same` the plain algorithm in the input's precision. `O_same` is one draw of
@@ -25,7 +25,7 @@ use fmha_core::DType;
 /// Inputs of a bound, over the elements that are checked together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Yardstick {
-    /// 2, or 3 for gradients.
+    /// Factor of the plain algorithm's error: 2, or 3 for gradients.
     pub factor: f64,
     /// Largest error of the plain algorithm in the input's precision.
     pub max_same: f64,
@@ -41,17 +41,17 @@ pub struct Yardstick {
     pub reference: MaxRms,
     /// Largest spread, and its root mean square.
     pub spread: MaxRms,
-    /// A bound of the scores' magnitude, but in far rows.
+    /// Bound of the scores' magnitude, far rows excluded.
     pub logits: f64,
     /// Largest size of an element's terms in far rows, and its root mean square.
     pub far: MaxRms,
-    /// A bound of the scores' magnitude in far rows.
+    /// Bound of the scores' magnitude in far rows.
     pub far_logits: f64,
     /// Number of elements.
     pub count: u64,
 }
 
-/// A largest magnitude and a root mean square.
+/// Largest magnitude and root mean square of some numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxRms {
     /// The largest magnitude.

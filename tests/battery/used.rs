@@ -1,4 +1,4 @@
-//! Which kernels a case ran on: a battery that passed on a slow fallback has not tested the fast kernel.
+//! Kernels that a case ran on: a battery that passes on a slow fallback has not tested the fast kernel.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -8,7 +8,7 @@ thread_local! {
     static USED: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
 }
 
-/// A call of the present case is about to run on this kernel.
+/// Notes that a call of the present case is about to run on this kernel.
 pub(crate) fn note(kernel: &str) {
     USED.with_borrow_mut(|used| used.insert(kernel.to_owned()));
 }

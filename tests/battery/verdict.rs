@@ -1,4 +1,4 @@
-//! Result of a comparison.
+//! Result of a comparison with the reference.
 
 use std::fmt;
 
@@ -6,16 +6,16 @@ use serde::Serialize;
 
 use crate::tolerance::{Bound, MaxRms, f32_error};
 
-/// An element, by its position inside its sequence.
+/// An element: its position inside its sequence, and its value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Place {
-    /// The sequence.
+    /// Index of the sequence.
     pub batch: u32,
-    /// The head of the tensor.
+    /// Head of the tensor.
     pub head: u32,
-    /// The row.
+    /// Row inside the sequence.
     pub row: u32,
-    /// The element of the row.
+    /// Index of the element in its row.
     pub dim: u32,
     /// Value that the call gave.
     pub got: f64,
@@ -28,7 +28,7 @@ pub struct Place {
 pub struct TensorVerdict {
     /// Name of the tensor: `o`, `lse`, `dq`, ...; or `o of far rows`, ... for elements that are judged separately.
     pub tensor: &'static str,
-    /// Elements compared.
+    /// Number of compared elements.
     pub checked: u64,
     /// Largest error; infinite if only one of result and reference is NaN or infinite.
     pub max_error: f64,
@@ -40,9 +40,9 @@ pub struct TensorVerdict {
     pub rmse_bound: f64,
     /// Cosine between result and reference; 1 where both are 0.
     pub cosine: f64,
-    /// Least cosine that passes, where there is one.
+    /// Least cosine that passes, if there is one.
     pub least_cosine: Option<f64>,
-    /// Which element has the largest error.
+    /// Element with the largest error.
     pub worst: Place,
     /// Whether all bounds hold.
     pub pass: bool,
@@ -51,7 +51,7 @@ pub struct TensorVerdict {
 /// Comparison of a call's results with the reference.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Verdict {
-    /// A verdict for each output.
+    /// Verdicts of all outputs.
     pub tensors: Vec<TensorVerdict>,
     /// Other faults: a written byte outside all tensors, a wrong keep mask.
     pub faults: Vec<String>,
@@ -138,7 +138,7 @@ pub(crate) struct Stat {
     square_far: f64,
     square_got: f64,
     product: f64,
-    /// Results that are NaN or infinite where the reference is neither.
+    /// Number of results that are NaN or infinite where the reference is neither.
     strays: u64,
     worst: Place,
 }
@@ -237,14 +237,14 @@ impl Stat {
         least_cosine: Option<f64>,
     ) -> TensorVerdict {
         let lengths = (self.square_got * self.square_ref).sqrt();
-        // A vector that is not all numbers has no direction.
+        // A vector with a NaN or infinity has no direction.
         let cosine = match (self.strays, lengths > 0.0) {
             (1.., _) => f64::NAN,
             (0, true) => self.product / lengths,
             (0, false) => 1.0,
         };
         let rmse = self.rms(self.square_error);
-        // Written so that a NaN anywhere fails.
+        // The comparison fails if a number is NaN.
         let pass = self.max_error <= bound.max
             && rmse <= bound.rmse
             && least_cosine.is_none_or(|least| cosine >= least);
@@ -285,7 +285,8 @@ impl Groups {
         self.far.merge(&other.far);
     }
 
-    /// The verdict of each group that has elements, under these names; of the near one in any case if neither has.
+    /// The verdict of each group that has elements, under these names. The first group has one in any case if both are
+    /// empty.
     pub(crate) fn verdicts(
         &self,
         [near, far]: [&'static str; 2],

@@ -20,7 +20,7 @@ fn square(seqlen: u32, dtype: DType, mask: MaskSpec) -> FwdProblem {
     problem
 }
 
-/// The time of `iterations` runs of a planned call; planning and filling are not in it.
+/// Times `iterations` runs of a planned call, without planning and filling.
 fn forward(backend: &Device, host: &mut HostFwd, iterations: u64) -> Duration {
     let plan = backend.plan_fwd(&host.problem, &PlanOptions::default()).expect("a plan");
     let start = Instant::now();
@@ -67,7 +67,7 @@ fn sizes(criterion: &mut Criterion) {
     }
 }
 
-/// The battery's own longer cases: off-tile sizes under unlike masks.
+/// Times the battery's longer cases: sizes that are no multiple of a tile, under different masks.
 fn battery(criterion: &mut Criterion) {
     let backend = fmha::Backend::Cpu.open().expect("the CPU backend");
     for case in all().into_iter().filter(|case| case.name.starts_with("edges/long/")) {

@@ -1,4 +1,4 @@
-//! The C library.
+//! Drawn calls through the C library.
 
 use std::ffi::{CStr, CString};
 use std::ptr;
@@ -47,7 +47,7 @@ fn at<T>(operands: &Operands, operand: Operand) -> *mut T {
     operands.get(operand).map_or(ptr::null_mut(), |tensor| tensor.elems().as_ptr() as *mut T)
 }
 
-/// Data that a problem points to.
+/// Data that a problem of the C library points to.
 struct Pointed {
     mask: CString,
     softmax_scale: Option<f32>,
@@ -105,7 +105,7 @@ fn descale(kind: Descale) -> i32 {
 fn problem_of(problem: &FwdProblem, operands: &Operands, pointed: &Pointed) -> FmhaProblem {
     let pointer = |value: &Option<f32>| value.as_ref().map_or(ptr::null(), ptr::from_ref);
     let dims = problem.dims;
-    // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
+    // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells callers to begin with zeros.
     let mut given: FmhaProblem = unsafe { std::mem::zeroed() };
     given.struct_bytes = size_of::<FmhaProblem>() as u64;
     (given.batch, given.seqlen_q, given.seqlen_k) =
@@ -153,7 +153,7 @@ fn problem_of(problem: &FwdProblem, operands: &Operands, pointed: &Pointed) -> F
 
 fn args_of(problem: &FwdProblem, (totals, dropout): (Totals, DropoutSeed), operands: &Operands) -> FmhaArgs {
     let total = |total: Option<u32>| total.map_or(0, i64::from);
-    // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
+    // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells callers to begin with zeros.
     let mut args: FmhaArgs = unsafe { std::mem::zeroed() };
     args.struct_bytes = size_of::<FmhaArgs>() as u64;
     (args.total_q, args.total_k) = (total(totals.total_q), total(totals.total_k));
@@ -207,15 +207,15 @@ fn last_error() -> String {
 
 impl Plan {
     pub(super) fn run(&self, args: &FmhaArgs) -> Result<(), String> {
-        // SAFETY: every pointer is null or memory of the operands, which outlive this, as large as the problem says, or
-        // the run is refused before one is read; nothing else touches them meanwhile.
+        // SAFETY: every pointer is null or memory of the operands, which outlive this plan, as large as the problem
+        // says; otherwise the run is refused before a read. Nothing else uses them meanwhile.
         if unsafe { fmha_run(self.0, args) } == 0 { Ok(()) } else { Err(last_error()) }
     }
 }
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: no other reference to it exists.
+        // SAFETY: no other reference to the plan exists.
         unsafe { fmha_drop(self.0) };
     }
 }
@@ -223,7 +223,7 @@ impl Drop for Plan {
 /// Plans the problem on the CPU.
 pub(super) fn planned(problem: &FmhaProblem) -> Result<Plan, String> {
     let mut plan = ptr::null_mut();
-    // SAFETY: host pointers are null or point to what they say.
+    // SAFETY: host pointers are null or point to as much memory as they say.
     let code = unsafe { fmha_plan(c"cpu".as_ptr(), problem, ptr::null(), &raw mut plan) };
     if code == 0 { Ok(Plan(plan)) } else { Err(last_error()) }
 }
@@ -284,7 +284,7 @@ fn gradients(host: &HostBwd) -> FmhaGradients {
     }
 }
 
-/// The structs of a drawn call, which has not run.
+/// Makes the structs of a drawn call that has not run, and calls `then` with them.
 pub(super) fn with_call(body: &Body, then: impl FnOnce(&FmhaProblem, &FmhaArgs)) {
     match body {
         Body::Forward(case) => {

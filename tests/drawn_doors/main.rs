@@ -1,6 +1,6 @@
-//! Calls that a seed draws, made through each door of the library on the CPU and held to the float64 reference,
-//! gradients included; rows that lengths leave out are not written. `FMHA_DRAWN=SEED:COUNT` draws others, or more.
-//! Candle's door is in `bindings/candle/tests/drawn.rs`, Python's in its package.
+//! Calls drawn from a seed, made through each interface of the library on the CPU and compared with the float64
+//! reference, gradients included; rows that lengths leave out are not written. `FMHA_DRAWN=SEED:COUNT` draws others, or
+//! more. Candle's interface is tested in `bindings/candle/tests/drawn.rs`, Python's in its package.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -13,7 +13,7 @@ use fmha::{Backend, Device};
 use fmha_conformance::case::{Body, Drawn};
 use fmha_conformance::verdict::Verdict;
 
-/// `count` drawn cases of a fixed seed, a few seconds' worth, or those that the environment names.
+/// Drawn cases: `count` of a fixed seed, a few seconds' worth, or those that the environment variable names.
 fn cases(count: u32) -> Vec<(String, Body)> {
     let text = std::env::var("FMHA_DRAWN").unwrap_or_else(|_| format!("58:{count}"));
     let drawn: Drawn = text.parse().unwrap();

@@ -1,4 +1,4 @@
-//! Plans, on slices that know the types of their elements.
+//! Drawn calls through plans, on slices that know the types of their elements.
 
 use fmha_conformance::case::{Backward, Body, Forward};
 use fmha_conformance::check::{Selection, check_bwd, check_fwd, intact_bwd, intact_fwd};

@@ -1,4 +1,4 @@
-//! Drawn calls with one thing wrong: each is refused by the name of what is wrong, before anything runs.
+//! Drawn calls with one fault each: the error must name the faulty argument, before anything runs.
 
 mod c;
 
@@ -17,7 +17,7 @@ use fmha_core::{
 use super::views::forward_of;
 use super::{cases, cpu};
 
-/// Calls that were tried on one door, and those of them that were not refused by name.
+/// Calls tried through one interface, and those of them whose error did not name the fault.
 #[derive(Default)]
 struct Tried {
     count: usize,
@@ -41,10 +41,10 @@ impl Tried {
     }
 }
 
-/// A problem with one wrong fact, and the fact's name.
+/// A problem with one wrong field, and the field's name.
 type Wrong<T> = (&'static str, T);
 
-/// Two elements along an axis, where one stride for both, or none, is wrong.
+/// Whether an axis has two elements or more, so that a wrong stride along it matters.
 fn has_two(extent: u32) -> bool {
     extent > 1
 }
@@ -100,7 +100,7 @@ fn wrong_problems(sound: &FwdProblem) -> Vec<Wrong<FwdProblem>> {
     wrong(!sound.stored_v().is_fp8(), "descale_v", &|problem| problem.scales.descale_v = per_tensor);
     wrong(!dtypes.o.is_fp8(), "scale_o", &|problem| problem.scales.scale_o = true);
     wrong(true, "arrivals", &|problem| problem.arrivals = 65);
-    // Scales of what is no FP8 any more are named first.
+    // Beside a descale, which needs FP8, the error would name the descale and not the type.
     let unscaled = [sound.scales.descale_k, sound.scales.descale_v] == [Descale::None; 2];
     wrong(unscaled, "dtype_cache", &|problem| problem.cache.dtype = Some(DType::F16));
     if let Bias::Elementwise(bias) = sound.score.bias {
@@ -170,7 +170,7 @@ fn wrong_gradients(sound: &BwdProblem) -> Vec<Wrong<BwdProblem>> {
     all
 }
 
-/// Address, bytes and element type of an operand, as its slice has them.
+/// Address, size in bytes and element type of an operand, as in its slice.
 #[derive(Clone, Copy)]
 struct Given {
     first: *mut u8,
@@ -178,7 +178,7 @@ struct Given {
     elem: ElemType,
 }
 
-/// A call's operands in host memory, and what else its arguments say.
+/// Operands of a call in host memory, and its other arguments.
 #[derive(Clone)]
 struct Arguments {
     given: BTreeMap<Operand, Given>,
@@ -188,7 +188,7 @@ struct Arguments {
     workspace: Option<Given>,
 }
 
-/// The contract's name.
+/// Name of an operand in the contract.
 fn name_of(operand: Operand) -> String {
     let mut name = String::new();
     for letter in format!("{operand:?}").chars() {
@@ -216,7 +216,7 @@ impl Arguments {
             })
             .collect();
         let table = given.get(&Operand::BlockTable).map_or(0, |table| table.bytes / 4);
-        // Room for an alignment of 256 bytes.
+        // The scratch has room for an alignment of 256 bytes.
         scratch.resize(bytes.div_ceil(8) as usize + 32, 0);
         let first = scratch.as_mut_ptr().cast::<u8>();
         let first = first.wrapping_add(first.align_offset(256));
@@ -316,13 +316,13 @@ impl Arguments {
         said(plan.run(&mut args, &cpu().default_stream()))
     }
 
-    /// Every call with one argument wrong, and the argument's name.
+    /// Variants of the call with one wrong argument each, and the argument's name.
     fn wrong(&self, problem: &FwdProblem, backward: bool) -> Vec<Wrong<Self>> {
         let mut all = Vec::new();
         let mut wrong = |field: String, change: &dyn Fn(&mut Self)| {
             let mut other = self.clone();
             change(&mut other);
-            // A name that is made lives as long as the test.
+            // The name is leaked, so that it lives as long as the test.
             all.push((&*field.leak(), other));
         };
         for (&operand, &Given { bytes, elem, .. }) in &self.given {
@@ -418,7 +418,7 @@ impl Arguments {
         self.given.get_mut(&operand).unwrap()
     }
 
-    /// Calls whose lengths are wrong, as a plan with `check_lengths` finds; with the memory that they are in.
+    /// Calls with wrong lengths, which a plan with `check_lengths` reports, and the memory of the lengths.
     fn wrong_lengths(&self) -> Vec<(&'static str, Vec<i32>, Self)> {
         let mut all = Vec::new();
         let keys = self.values(Operand::SequsedK).iter().any(|&keys| keys > 0);
@@ -457,7 +457,7 @@ impl Arguments {
     }
 }
 
-/// The words of a refusal that is the caller's fault; other errors begin with what they are.
+/// Text of an error that is the caller's fault. Other errors begin with their kind.
 fn said<T>(result: Result<T, Error>) -> Result<(), String> {
     match result {
         Ok(_) => Ok(()),
@@ -487,7 +487,7 @@ fn a_drawn_problem_with_a_wrong_field_is_refused_by_its_name() {
     tried.end("problems", 4000);
 }
 
-/// Extremes in every number of a problem, one at a time.
+/// Problems with an extreme value in one number each.
 fn extremes(sound: &FwdProblem) -> Vec<FwdProblem> {
     let mut all = Vec::new();
     let sizes = [0, 1, 2, 65_535, i32::MAX.unsigned_abs(), u32::MAX - 1, u32::MAX];
@@ -536,7 +536,7 @@ fn extremes_in_a_drawn_problem_are_planned_or_refused_by_a_field() {
             match result {
                 Ok(()) => planned += 1,
                 Err(Error::Problem(error)) if error.text.contains(error.field) => refused += 1,
-                // The CPU's kernel waits for no pieces of keys.
+                // The CPU's kernel does not wait for pieces of keys to arrive.
                 Err(Error::Unsupported { .. }) if extreme.arrivals > 0 => refused += 1,
                 Err(error) => panic!("{name}: {error}: {extreme:?}"),
             }

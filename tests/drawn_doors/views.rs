@@ -1,4 +1,4 @@
-//! `fmha`'s calls on slices and on views.
+//! Drawn calls through `fmha`'s functions on slices and on views.
 
 use fmha::{Attention, AttentionOutput, Backend, Element, TensorView, TensorViewMut};
 use fmha_conformance::case::Body;
@@ -21,12 +21,12 @@ fn options_of(problem: &FwdProblem, dropout: DropoutSeed) -> Attention {
         .backend(Backend::Cpu)
 }
 
-/// A drawn problem without what [`Attention`] cannot say, in one type; batches of the longest lengths.
+/// Drawn problem without what [`Attention`] can not express, in one type, with batches of the longest lengths.
 fn plain(drawn: &FwdProblem, dtype: DType) -> FwdProblem {
     options_of(drawn, DropoutSeed::default()).problem(dtype)
 }
 
-/// The plain problem with the drawn types and strides, where these are a batch's: what views say besides.
+/// Plain problem with the drawn types and strides, where the strides have a batch axis: views can express both.
 fn with_views(drawn: &FwdProblem) -> FwdProblem {
     let plain = plain(drawn, drawn.dtypes.qk);
     let mut problem = plain.clone().dtype_v(drawn.dtypes.v).dtype_o(drawn.dtypes.o);
@@ -51,7 +51,7 @@ fn by_views(drawn: &FwdProblem, data: Data) -> Result<Verdict, String> {
     let of = |operand| {
         let tensor = host.operands.expect(operand);
         let first = tensor.elems().as_ptr();
-        // SAFETY: the tensor has what its shape and strides reach, and nothing writes it before the call ends.
+        // SAFETY: the tensor holds every element of its shape and strides, and nothing writes it before the call ends.
         unsafe { TensorView::from_raw(MemorySpace::Host, first, tensor.dtype, tensor.shape, tensor.strides) }
     };
     let (q, k, v) = (of(Operand::Q), of(Operand::K), of(Operand::V));
@@ -59,7 +59,7 @@ fn by_views(drawn: &FwdProblem, data: Data) -> Result<Verdict, String> {
         let o = host.operands.expect(Operand::O);
         (o.dtype, o.shape, o.strides, o.elems().to_vec())
     };
-    // SAFETY: as large as O's elements, and nothing else touches it before the call ends.
+    // SAFETY: the memory is as large as O's elements, and nothing else uses it before the call ends.
     let o = unsafe { TensorViewMut::from_raw(MemorySpace::Host, bytes.as_mut_ptr(), dtype, shape, strides) };
     let lse = fmha::attention_into(&q, &k, &v, o, &options).map_err(|error| error.to_string())?;
     host.operands.expect_mut(Operand::O).elems_mut().copy_from_slice(&bytes);
@@ -88,7 +88,7 @@ fn by_slices(drawn: &FwdProblem, data: Data) -> Result<Verdict, String> {
     }
 }
 
-/// A drawn forward problem, or that of a backward.
+/// Forward problem of a drawn call, or that of its backward call.
 pub(super) fn forward_of(body: &Body) -> Option<(&FwdProblem, Data)> {
     match body {
         Body::Forward(case) => Some((&case.problem, case.data)),

@@ -11,9 +11,9 @@ import fmha
 from fmha import flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4, rotary
 from reference import DEVICE, turned, visible
 
-#: Multiply-adds of a call.
+#: Most multiply-adds of a call.
 WORK = float(os.environ.get("FMHA_PEERS_WORK", "2e8" if DEVICE == "cpu" else "1e11"))
-#: Of a call that has one group of heads left.
+#: Most multiply-adds of a call that has been reduced to one group of heads.
 MOST_WORK = float(os.environ.get("FMHA_PEERS_MOST_WORK", str(4 * WORK)))
 
 if DEVICE != "cpu":
@@ -101,14 +101,14 @@ def window_of(case, rng, keys):
     """Bounds as the suite gives them, and what they and ``causal`` leave visible of (rows, keys)."""
     kind = case["local"]
     left, right = (rng.randrange(max(keys, 1)), rng.randrange(max(keys, 1))) if kind else (-1, -1)
-    # The suites of FlashAttention 3 and 4 combine at most one of them.
+    # The suites of FlashAttention 3 and 4 use at most one of these options at a time.
     if case["suite"] in ("fa3", "fa4") and kind and case["causal"]:
         raise Skipped
     if case["suite"] != "fa4":
         bound = 0 if case["causal"] else right
         mask = fmha.NONE if left < 0 and bound < 0 else fmha.Mask(2, left, bound)
         return (left, right), lambda n, m: visible(mask, n, m)
-    # FlashAttention 4 has windows that begin behind the diagonal, or end before it.
+    # FlashAttention 4 has windows that begin behind the diagonal or end before it.
     window = [(None, None), (left, right), (None, -right), (-left, None)][kind]
 
     def seen(n, m):
@@ -178,7 +178,7 @@ def lengths_of(case, rng, most, batch, zero=0):
     }
     drawn = [lengths[mode]() for _ in range(batch)]
     if zero:
-        # The suite empties every fifth, and the last.
+        # The suite makes every fifth sequence empty, and the last.
         drawn = [0 if b % 5 == 0 or b == batch - 1 else length for b, length in enumerate(drawn)]
     return drawn
 
@@ -252,7 +252,7 @@ def dense_or_packed(case, rng, call_dense, call_packed):
         if case.get("unused"):
             used_q, used_k = ([max(1, x - rng.randrange(8)) for x in lengths] for lengths in (in_q, in_k))
             options.update(seqused_q=i32(*used_q), seqused_k=i32(*used_k))
-        # A side that is not packed lies in a batch, and says how many rows of each are used.
+        # A side that is not packed has a batch axis, and gives the number of used rows of each sequence.
         if not pack_q:
             tensors[0], first_q = q, torch.arange(batch + 1) * n
             options["seqused_q"] = i32(*used_q)
@@ -281,7 +281,7 @@ def dense_or_packed(case, rng, call_dense, call_packed):
         twice = case.get("twice", False)
         gradients_of = lambda: torch.autograd.grad(out, given, dout.view_as(out), retain_graph=twice)
         first = gradients_of()
-        # The suites want the bits of dK and dV again, and dQ within what an addition of 0.3 rounds.
+        # The suites require equal bits of dK and dV in a second run, and dQ within the rounding of an addition of 0.3.
         other_bits = []
         for name, a, b in zip(("dQ", "dK", "dV"), first, gradients_of() if twice else ()):
             if not torch.allclose(b, a, atol=2 * float(((a + 0.3 - 0.3) - a).abs().max())):
@@ -290,7 +290,7 @@ def dense_or_packed(case, rng, call_dense, call_packed):
                 other_bits.append(name)
         gradients = [x if x.dim() == 3 else x.flatten(0, 1) for x in first]
         if twice and dropout and m == 1:
-            # The slope of one key is 0, of which O's rounding leaves something: the suite compares bits alone.
+            # With one key dS is 0, and only O's rounding leaves something: the suite compares bits alone.
             gradients = None
     rows = [x.detach() if x.dim() == 3 else x.detach().flatten(0, 1) for x in given]
     if eighth:
@@ -308,7 +308,7 @@ def dense_or_packed(case, rng, call_dense, call_packed):
         extra = options["qv"] if packs else options["qv"].flatten(0, 1)
         rows = [torch.cat((rows[0], extra), -1), torch.cat((rows[1], rows[2]), -1), rows[2]]
     if eighth and case.get("unused"):
-        # Scaled rows were gathered one behind another.
+        # The scaled rows were gathered one after another.
         ends = [offsets(x) for x in (used_q, used_k)]
         flat_out, flat_lse = flat_out[torch.cat([torch.arange(s[0].start, s[0].stop) for s in sequences])], None
         sequences = [
@@ -422,13 +422,13 @@ def over_cache(case, rng, module):
     q = made(batch, n, heads, d, dtype=dtype)
     caches = [made(held, m, heads_kv, d, dtype=dtype) for _ in range(2)]
     new = [made(batch, n_new, heads_kv, d, dtype=dtype) for _ in range(2)] if n_new else [None, None]
-    # New rows are packed where queries are.
+    # New rows are packed if queries are.
     rows_new = [rng.randint(max(1, n_new - 20), n_new) if n_new and case.get("packed") else n_new for _ in range(batch)]
     index = rng.sample(range(held), batch) if case["index"] else list(range(batch))
     whole = [x.clone() for x in caches]
     call = dict(cache_seqlens=i32(*used), causal=bool(case["causal"]), window_size=window)
     if size:
-        # The suites' tables have three times as many columns as the longest sequence has pages.
+        # The suites' tables have three times the columns that the longest sequence has pages.
         count = m // size
         table = torch.randperm(3 * held * count).view(held, 3 * count)
         taken = table[:, :count].flatten()
@@ -539,7 +539,7 @@ def over_cache(case, rng, module):
             more=lambda _: dict(bias=bias, sink=sink),
         )
         at += rows
-    # The appended rows, and that no other row was written.
+    # The appended rows are compared, and all other rows must be unchanged.
     for name, pool, rows in zip("KV", caches, wanted):
         held_rows = pool.float()[taken].view(rows.shape) if size else pool
         judge.near(f"the cache of {name}", held_rows, rows, rows.to(dtype), floor=1e-6)
@@ -587,7 +587,7 @@ def pages(case, rng):
     )
     judge, at = Judge(), 0
     for b, (n, m) in enumerate(lengths):
-        # Types of 8 bits are not gathered by torch everywhere.
+        # torch can not gather 8-bit types on every device.
         k, v = (x[table[b].long()].flatten(0, 1)[:m] for x in (y.float() for y in pools))
         compared(
             judge,
@@ -616,7 +616,7 @@ def combined(case, rng):
     o = torch.randn(parts, batch, n, heads, d) * 2
     lse = torch.randn(parts, batch, n, heads) * 3 + 1
     lse[parts // 2 :, : max(batch // 3, 1)] = -math.inf
-    # The suites give parts in f32 and ask for a type.
+    # The suites pass parts in f32 and request a type for the result.
     if how in ("cu_seqlens", "both"):
         o, lse = o.flatten(1, 2), lse.flatten(1, 2)
     used = [rng.randint(0, n) for _ in range(batch)]

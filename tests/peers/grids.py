@@ -35,10 +35,10 @@ sys.path[:0] = [str(PYTHON), str(PYTHON / "tests")]
 
 PAGE = HERE.parents[2] / "docs" / "measured" / "peers.md"
 
-#: What is a fault of this package.
+#: Outcomes that are faults of this package.
 BAD = ("wrong", "crashed", "refused_unnamed")
 
-#: Suites, as the page calls them.
+#: Names of suites, as the page has them.
 SUITES = dict(
     fa2="FlashAttention 2",
     fa3="FlashAttention 3",
@@ -48,7 +48,7 @@ SUITES = dict(
     flashinfer="FlashInfer's paged prefill",
 )
 
-#: What the page names, by what a refusal says.
+#: Patterns of refusals, each with its name on the page.
 NAMED = (r"qv is given beside k, but k_cache does not lie behind",)
 
 
@@ -59,7 +59,7 @@ DIMS_3 = [64, 96, 128, 192, 256]
 RACES = [(n, n) for n in (97, 128, 200, 256, 257, 384, 512, 768, 1024, 2048)]
 RACES += [(1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)]
 CACHED = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048), (16, 20000), (128, 128)]
-#: Lists of sizes and options; `kind` says which function, and how its inputs are made.
+#: Lists of sizes and options. `kind` names the function and how its inputs are made.
 GRIDS = {
     "fa2": [
         dict(
@@ -289,7 +289,7 @@ GRIDS = {
 }
 
 
-#: Lists of each suite, where a grid has no own.
+#: Lists for each suite where a grid has none of its own.
 EVERYWHERE = dict(causal=[0, 1], local=[0, 1], dtype=["float16", "bfloat16"], group=["mha", "gqa", "mqa"])
 
 
@@ -319,7 +319,7 @@ def main_child(seed, first, count, suites):
             print(json.dumps({"at": at, "case": case}), flush=True)
             outcome, said = outcome_of(case, rng, calls)
             if outcome == "skipped":
-                # The suite skips this combination, so another one is drawn.
+                # The suite skips this combination, so another is drawn.
                 case = drawn(case["suite"], rng)
         print(json.dumps({"at": at, "outcome": outcome, "said": str(said)[:600]}), flush=True)
 
@@ -357,7 +357,7 @@ def main(seed, first, count, suites, into=None):
             stdout=subprocess.PIPE,
             text=True,
             cwd=HERE.parent,
-            # Parts run beside each other, and calls are small.
+            # Parts run in parallel and calls are small, so each part uses one thread.
             env={"OMP_NUM_THREADS": "1", "FMHA_NUM_THREADS": "1", **os.environ},
         )
         case = None

@@ -1,4 +1,4 @@
-//! Gradients, a query head at a time.
+//! Gradients, computed for one query head at a time.
 
 use fmha_core::{Bias, BwdArgs, ProblemError, ValidBwd};
 
@@ -64,7 +64,7 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
                             let to = ((b * shape.head + h) * shape.seq + i) * shape.dim + j;
                             dbias[to as usize] += ds;
                         }
-                        // The gradient of a dequantised Q holds K's descale, not its own.
+                        // The gradient of a dequantised Q contains K's descale, not Q's.
                         let descale_q = descale(args.score.descale_q.as_ref(), fwd.scales.descale_q, &head);
                         let descale_k = descale(args.score.descale_k.as_ref(), fwd.scales.descale_k, &head);
                         let scale = if is(Fault::ScaleDropped) { 1.0 } else { fwd.resolved_softmax_scale() };
@@ -78,7 +78,7 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
                             }
                         }
                     }
-                    // One of no weight has no share of a row without keys, whose LSE is as far down.
+                    // A sink without weight takes no share of a row without keys, whose LSE is -inf too.
                     if let Some(sink) = head.sink.filter(|&sink| sink != f32::NEG_INFINITY) {
                         let share = (sink - origin - log_sum).exp() * (dlse - delta);
                         dsink[i_head as usize] += if is(Fault::DsinkSign) { -share } else { share };

@@ -1,4 +1,4 @@
-//! Mistakes that kernels are made of.
+//! Faults of the kind that kernels have.
 
 /// One planted fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,4 +1,4 @@
-//! Tiles of keys, an online softmax.
+//! Forward attention in tiles of keys, with an online softmax.
 
 use fmha_core::{FwdArgs, FwdProblem, ProblemError};
 
@@ -58,12 +58,12 @@ pub(super) fn run(
     Ok(())
 }
 
-/// O and LSE of one query.
+/// Computes O and LSE of one query.
 fn attend(head: &Head<'_>, i: u32) -> (Vec<f32>, f32) {
     let is = |fault| head.fault == Some(fault);
     let seqlen_k = head.span.seqlen_k;
     let dim = head.problem.dims.head_dim_v;
-    // f64: before it is divided by the sum, O of values beside f32's largest leaves f32.
+    // O is summed in f64: before the division by the sum it may exceed f32, if V is near f32's largest number.
     let mut o = vec![0f64; dim as usize];
     let (mut row_max, mut row_sum) = (f32::NEG_INFINITY, 0f32);
     let tiles = match seqlen_k.div_ceil(BLOCK_N) {

@@ -1,5 +1,4 @@
-//! A plain blocked attention on the CPU, into which faults can be planted: what the battery itself is
-//! tested on.
+//! Plain blocked attention on the CPU, into which faults can be planted. The battery itself is tested with it.
 
 mod backward;
 mod fault;
@@ -14,14 +13,15 @@ use fmha_core::{
 
 pub(crate) use fault::Fault;
 
-/// The backend.
+/// Backend of the plain kernel.
 pub(crate) struct Plain {
     fault: Option<Fault>,
     memory: Memory,
 }
 
 impl Plain {
-    /// Sound, or with one fault. In [`MemorySpace::Device`] it pretends that its memory is a device's.
+    /// Opens the backend, correct or with one fault. In [`MemorySpace::Device`] it pretends that its memory is a
+    /// device's.
     pub(crate) fn open(fault: Option<Fault>, space: MemorySpace) -> Device {
         Device::new(Self { fault, memory: Memory(space) })
     }
@@ -85,7 +85,7 @@ unsafe impl FmhaBackend for Plain {
     }
 }
 
-/// Work that a plan runs.
+/// Kernel of a plan, with its fault.
 struct Kernel(Option<Fault>);
 
 impl Launch<ValidFwd> for Kernel {
@@ -107,7 +107,7 @@ impl Launch<ValidCombine> for Kernel {
     }
 }
 
-/// Host memory under either name.
+/// Host memory that calls itself host or device memory.
 struct Memory(MemorySpace);
 
 impl DeviceMemory for Memory {
@@ -124,7 +124,7 @@ impl DeviceMemory for Memory {
             // SAFETY: made by `into_raw` above, of this many lines.
             drop(unsafe { Box::from_raw(whole) });
         };
-        // SAFETY: the box is ours alone until `free` takes it back.
+        // SAFETY: only this code owns the box until `free` takes it back.
         Ok(unsafe { DevBuffer::from_raw(self.0, ptr.cast(), bytes, Box::new(free)) })
     }
 
@@ -216,7 +216,7 @@ impl Queues for Memory {
     unsafe fn destroy_graph(&self, _: u64) {}
 }
 
-/// A slice as host memory, whatever space it names.
+/// Takes a slice as host memory, whatever memory space it claims.
 fn host(slice: DevSlice<'_>) -> DevSlice<'_> {
     // SAFETY: every slice of this backend is memory of the processor.
     unsafe { DevSlice::from_raw(MemorySpace::Host, slice.as_ptr(), slice.bytes(), slice.elem()) }
@@ -285,7 +285,7 @@ impl Output {
                 elem[..2].copy_from_slice(&bits.to_le_bytes());
             }
         }
-        // SAFETY: inside the slice (asserted), which this call alone writes.
+        // SAFETY: the assertion keeps the address inside the slice, which only this call writes.
         unsafe { self.ptr.add(index * size).copy_from_nonoverlapping(elem.as_ptr(), size) };
     }
 }

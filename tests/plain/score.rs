@@ -1,4 +1,4 @@
-//! One (sequence, query head): which keys a query sees, and its scores.
+//! One (sequence, query head): the keys that a query sees, and its scores.
 
 use fmha_core::dropout::{KeepMask, keep_scale};
 use fmha_core::{
@@ -114,7 +114,7 @@ impl<'a> Head<'a> {
         self.problem.resolved_softmax_scale() * self.descale_qk
     }
 
-    /// The score of (i, j), and the slope of its soft-cap.
+    /// Score of (i, j), and the slope of its soft-cap.
     pub(super) fn score(&self, i: u32, j: u32) -> (f32, f32) {
         let dot: f32 = (0..self.problem.dims.head_dim_qk).map(|d| self.q(i, d) * self.k(j, d)).sum();
         let mut s = dot * self.scale();
@@ -181,7 +181,7 @@ fn band(problem: &FwdProblem, span: SeqSpan, fault: Option<Fault>) -> MaskBand {
     band
 }
 
-/// The sequences, with all rows that exist if the lengths in use are forgotten.
+/// Sequences of a call. If the fault forgets the lengths in use, they have all rows.
 pub(super) fn spans(
     problem: &FwdProblem,
     seq: &SeqArgs<'_>,

@@ -1,5 +1,5 @@
-//! Output of a compiler for a kernel's text before it optimises: of NVRTC its input to link-time
-//! optimisation, of clang LLVM's bitcode.
+//! Output of a compiler for a kernel before optimisation: NVRTC's input to link-time optimisation, or clang's LLVM
+//! bitcode.
 
 use std::ffi::{CString, c_char, c_int, c_void};
 
@@ -20,7 +20,7 @@ type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
 type Size = unsafe extern "C" fn(Program, *mut usize) -> c_int;
 type Get = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
-/// `None` where there is no such compiler or it refuses the text.
+/// Compiles to intermediate code; `None` where there is no such compiler or it refuses the text.
 pub(crate) fn intermediate(compiler: &dyn Precompile, job: &KernelJob) -> Option<Vec<u8>> {
     if job.arch.starts_with("gfx") { bitcode(compiler, job) } else { link_time_input(job) }
 }
@@ -35,7 +35,7 @@ fn bitcode(compiler: &dyn Precompile, job: &KernelJob) -> Option<Vec<u8>> {
 }
 
 fn link_time_input(job: &KernelJob) -> Option<Vec<u8>> {
-    // The backend has opened it with what it needs, so it is the same library.
+    // The backend has opened NVRTC with the libraries that it needs, so this path is the same library.
     let path = &fmha_cuda::nvrtc::nvrtc().ok()?.path;
     let text = |text: &str| CString::new(text).ok();
     let headers = job.source.headers();
@@ -47,8 +47,8 @@ fn link_time_input(job: &KernelJob) -> Option<Vec<u8>> {
     let entry = text(&job.source.entry)?;
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
     let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
-    // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, the code has the size
-    // that the library asks for.
+    // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call; the buffer has the size that NVRTC
+    // reports.
     unsafe {
         let nvrtc = Library::new(path).ok()?;
         let create = nvrtc.get::<Create>(b"nvrtcCreateProgram").ok()?;

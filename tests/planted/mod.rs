@@ -22,7 +22,7 @@ use fmha_core::{Device, Error, PlanOptions};
 use intermediate::intermediate;
 use serde::{Deserialize, Serialize};
 
-/// An edit of a header, and the case that is to find it.
+/// An edit of a header, and the case that should find it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Fault {
@@ -38,10 +38,10 @@ pub(crate) struct Fault {
     pub(crate) put: String,
     pub(crate) line: Option<usize>,
     pub(crate) case: String,
-    /// Further cases with their tiles, each tried where none before has a kernel that the fault changes.
+    /// Further cases with their tiles. Each is tried if no case before it has a kernel that the fault changes.
     #[serde(default)]
     pub(crate) others: Vec<(String, Option<String>)>,
-    /// Further cases that each find it too, so that it is not one case's luck.
+    /// Further cases that must each find the fault too, so that it is not found by luck.
     #[serde(default)]
     pub(crate) also: Vec<String>,
     /// Part of the report's text, where the emulator has a name for the fault.
@@ -53,7 +53,7 @@ pub(crate) struct Fault {
     pub(crate) sound_is_known: bool,
 }
 
-/// Fate of a fault.
+/// Result of trying a fault.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 pub(crate) enum Fate {
     /// The fault was found, with the report.
@@ -70,14 +70,14 @@ pub(crate) enum Fate {
 
 /// Environment variable that gives a process its fault.
 const OWN: &str = "PLANTED_FAULT";
-/// A broken kernel may go round for ever and change something each time; a sound one takes seconds.
+/// Time limit of a process: a broken kernel may loop for ever, while a correct one takes seconds.
 const LIMIT: Duration = Duration::from_secs(300);
 /// Limit of a mutant's process; there are many mutants.
 const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
 /// Mark that stands before the fate in the output of a fault's process.
 const MARK: &str = "fate of the fault: ";
 
-/// Runs a fault if this process was started for one, prints its fate, and gives `true`.
+/// Runs a fault if this process was started for one, prints its fate, and returns `true`.
 pub(crate) fn is_own_process() -> bool {
     let Ok(text) = std::env::var(OWN) else { return false };
     let fault: Fault = serde_json::from_str(&text).unwrap();
@@ -85,7 +85,7 @@ pub(crate) fn is_own_process() -> bool {
     let limit = if fault.line.is_some() { LIMIT_OF_MUTANTS } else { LIMIT };
     let goes_on = format!("no end within {limit:?}");
     let late = if fault.found_as.is_none() { Fate::Found(goes_on) } else { Fate::Missed(goes_on) };
-    // The case that is at work, by number, and since when.
+    // Number of the case that is running, and the time of its start.
     let at_work = Arc::new(Mutex::new((0, Instant::now())));
     let watched = Arc::clone(&at_work);
     std::thread::spawn(move || {
@@ -123,7 +123,7 @@ impl Fault {
             .unwrap();
         let text = String::from_utf8_lossy(&child.stdout);
         let fate = text.lines().find_map(|line| serde_json::from_str(line.split_once(MARK)?.1).ok());
-        // A broken kernel may end the process.
+        // The process may end without a fate, since a broken kernel may crash it.
         let ended = || Fate::Missed(format!("{text}\n{}", String::from_utf8_lossy(&child.stderr)));
         fate.unwrap_or_else(|| (0, ended()))
     }
@@ -147,7 +147,7 @@ impl Fault {
         if arch.starts_with("gfx") { fmha_rocm::open(0, Some(arch)) } else { fmha_cuda::open(0, Some(arch)) }
     }
 
-    /// The header with the fault in it.
+    /// Text of the header with the fault.
     fn edited(&self, header: &str) -> String {
         let Some(line) = self.line else {
             assert_eq!(header.matches(&self.text).count(), 1, "{}: `{}`", self.what, self.text);
@@ -159,7 +159,7 @@ impl Fault {
         header.lines().enumerate().map(edit).collect::<Vec<_>>().join("\n") + "\n"
     }
 
-    /// The case's kernels with the fault in them, under the sound ones' keys; those that it does not change left out.
+    /// Kernels of the case with the fault, under the keys of the correct ones. Unchanged kernels are left out.
     fn broken(&self, case: &Case, backend: &Device) -> Result<Vec<Arc<CompiledKernel>>, Error> {
         let compiler = backend.precompiler().unwrap();
         let mut kernels = Vec::new();
@@ -175,7 +175,7 @@ impl Fault {
                 if !may_differ(compiler, &sound, &broken) {
                     continue;
                 }
-                // Line tables name the folder of each compilation, so that equal code would differ by them.
+                // Line tables are left out: they name each compilation's folder, by which equal code would differ.
                 if sound.arch.starts_with("gfx") {
                     plain.flags.push("-g0".to_owned());
                     broken.flags.push("-g0".to_owned());
@@ -221,7 +221,7 @@ impl Fault {
             if broken.is_empty() {
                 return Err(Fate::ChangesNothing);
             }
-            // Backends that are opened from here on take the broken kernels.
+            // Backends opened from here on use the broken kernels.
             embed(Bundle::new("planted", broken));
             let backend = open()?;
             let (outcome, text) = case.run(&backend, &self.options());
@@ -243,8 +243,8 @@ fn may_differ(compiler: &dyn Precompile, sound: &KernelJob, broken: &KernelJob) 
     }
 }
 
-/// An assembly text without what tells where its lines come from (files' names have the compiler's folder),
-/// nor the hash of its source in the names of its own constants; machine code as it is.
+/// Assembly text without line information, whose file names contain the compiler's folder, and without the source's
+/// hash in names of constants. Machine code is returned unchanged.
 fn without_lines(image: &[u8]) -> Vec<u8> {
     let Ok(text) = std::str::from_utf8(image) else { return image.to_owned() };
     let tells = |line: &str| [".loc", ".file", "//"].iter().any(|start| line.trim_start().starts_with(start));
@@ -253,7 +253,7 @@ fn without_lines(image: &[u8]) -> Vec<u8> {
     Regex::new("_entry_cu_[0-9a-f]{8}").unwrap().replace_all(&kept, "_entry_cu").into_owned().into_bytes()
 }
 
-/// The AMD emulator's words of the last launch that it stopped.
+/// Message of the AMD emulator about the last launch that it stopped.
 fn last_fault() -> Option<String> {
     type LastFault = unsafe extern "C" fn(*mut u8, usize) -> usize;
     let path = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" }.find().ok()?;

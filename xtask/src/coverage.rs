@@ -10,21 +10,21 @@ use crate::kernels::HOPPER_ARCH;
 use crate::mutation::pages::{PAGES, Page};
 use crate::setup::{self, loudly};
 
-/// `file | part of the line | why it is not executed`.
+/// File of reasons, `file | part of the line | why it is not executed`.
 const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
-/// Folders of the fast kernels and of everything they include.
+/// Folders of the fast kernels and of all text that they include.
 const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
-/// Cases of the battery: one type in all edges except the head dimensions, whose kernels would show nothing new;
+/// Cases of the battery that are run: all edges of one type, without head dimensions, whose kernels add nothing new;
 /// its backward; FP8.
 const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16|backward/.*bf16\
      |fp8/blocks/|(edges|fp8/(all|head_dim)|heads|rare)/.*(e4m3fn|e5m2)/)";
 
-/// Lines of one file for which some kernel has code, with whether they were executed.
+/// Lines of one file for which some kernel has code, each with whether it was executed.
 type Lines = BTreeMap<u32, bool>;
 
-/// Runs all of these on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, reads the
-/// files of earlier runs instead.
+/// Runs everything on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, reads the files
+/// of earlier runs instead.
 pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let paths = if lines.is_empty() { observe(&root)? } else { lines.iter().map(PathBuf::from).collect() };
@@ -69,7 +69,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     }
     for (i, (page, multiprocessors, problem)) in launches.into_iter().enumerate() {
         let (path, mut one) = cover(&format!("{i}.txt"));
-        // Coverage checks no results; the battery and the mutants do.
+        // Results are not checked here: the battery and the mutants check them.
         one.args(page.run(problem)).args(["--verify", "none"]);
         loudly(one.env("FMHA_EMULATE_SMS", multiprocessors.to_string()))?;
         paths.push(path);
@@ -91,7 +91,7 @@ fn read(text: &str, files: &mut BTreeMap<String, Lines>) -> Result<(), String> {
     Ok(())
 }
 
-/// The page's text; lines of the fast kernels that lack a reason, and reasons that lack a line.
+/// Text of the page, with lines of the fast kernels that lack a reason, and reasons that lack a line.
 fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> (String, Vec<String>) {
     let mut table = String::from("| file | lines with code | executed |\n|---|---|---|\n");
     let (mut list, mut faults) = (String::new(), Vec::new());
@@ -109,7 +109,7 @@ fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> (String,
         for (number, line) in text.lines().enumerate().map(|(i, line)| (i as u32 + 1, line.trim())) {
             let what = match lines.get(&number) {
                 Some(false) => "not executed",
-                // A function that calls an instruction has code wherever it is compiled.
+                // A function that wraps an instruction has code wherever it is compiled.
                 None if line.contains("ptx::") && line.ends_with(';') && !is_declaration(line) => {
                     "in no kernel"
                 }
@@ -152,7 +152,7 @@ fn reason<'a>(reasons: &'a str, file: &str, line: &str, unused: &mut BTreeSet<&'
     })
 }
 
-/// Every file of the device text, by its include name.
+/// All files of the device text, by the name with which they are included.
 fn sources(root: &Path) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for base in ["kernels-cuda", "core/device"] {
@@ -190,7 +190,7 @@ mod tests {
         assert!(alone > 0 && page(&files, &root, "").0.contains("not executed"));
         assert_eq!(faults(&files, "fmha/sm90/fwd/fwd.cuh | __syncthreads(); | for the test"), alone - 1);
         assert_eq!(faults(&files, "fmha/sm90/fwd/fwd.cuh | no such text | for the test"), alone + 1);
-        // A line that one run has executed stays executed.
+        // A line that one run has executed stays executed after a run that has not.
         for executed in [1, 0] {
             assert_eq!(read(&format!("fmha/sm90/fwd/fwd.cuh {at} {executed}\n"), &mut files), Ok(()));
             assert_eq!(faults(&files, ""), alone - 1);

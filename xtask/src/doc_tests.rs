@@ -1,4 +1,4 @@
-//! The documentation's examples: of all packages as they are, and of the library on emulated devices too.
+//! Runs of the documentation's examples: those of all packages, and the library's on emulated devices too.
 //!
 //! Cargo documents each package anew for each run of its examples, and compiles them again. So there is one run,
 //! which passes each compiled program to this one: `cargo xtask run-examples PROGRAM` runs it once, and those of
@@ -11,16 +11,16 @@ use crate::setup;
 use crate::step::Step;
 use crate::tally::Tally;
 
-/// Architectures on which examples of the library run, as on a machine with such a GPU, which `auto` opens.
+/// Architectures on which the library's examples run as on a machine with such a GPU, which `auto` opens.
 const ARCHS: [&str; 3] = ["sm_90a", "sm_100a", "gfx942"];
 
-/// Variable with those of [`ARCHS`] whose compilers exist, separated by commas.
+/// Variable that lists those of [`ARCHS`] whose compilers exist, separated by commas.
 const ON: &str = "FMHA_EXAMPLES_ON";
 
-/// The word by which rustdoc starts this program.
+/// Word on the command line with which rustdoc starts this program.
 pub(crate) const WORD: &str = "run-examples";
 
-/// The step that runs all examples, on devices for whose kernels there is a compiler.
+/// Step that runs all examples, on devices for whose kernels there is a compiler.
 pub(crate) fn step(environment: &[(String, String)], tally: &mut Tally) -> Step {
     let has_nvrtc = environment.iter().any(|(name, _)| name == "FMHA_NVRTC");
     let (there, absent): (Vec<&str>, Vec<&str>) = ARCHS
@@ -29,8 +29,7 @@ pub(crate) fn step(environment: &[(String, String)], tally: &mut Tally) -> Step 
     for arch in absent {
         tally.say(&format!("absent: doc tests on {arch}: no compiler for its kernels"));
     }
-    // All packages are built together: one alone would have other features of its dependencies, and rebuild all of
-    // them.
+    // All packages are built together: for a single package, dependencies would have other features and be rebuilt.
     let step =
         Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]).at_least(1);
     let Ok(own) = std::env::current_exe() else {
@@ -41,7 +40,7 @@ pub(crate) fn step(environment: &[(String, String)], tally: &mut Tally) -> Step 
     step.with(vec![("CARGO_ENCODED_RUSTDOCFLAGS".to_owned(), tool), (ON.to_owned(), there.join(","))])
 }
 
-/// Runs a program of examples in the folder of its package, as rustdoc requires.
+/// Runs a program of examples in its package's folder, as rustdoc requires.
 pub(crate) fn run(program: &str, words: &[&str]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let same = |a: &Path, b: &Path| matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b);
@@ -50,7 +49,7 @@ pub(crate) fn run(program: &str, words: &[&str]) -> ExitCode {
     let devices = on.split(',').filter(|arch| of_library && !arch.is_empty()).map(Some);
     for device in std::iter::once(None).chain(devices) {
         let mut command = Command::new(program);
-        // A program of many examples starts itself for each, as it does where rustdoc runs it.
+        // A program of many examples starts itself for each example, as under rustdoc.
         command.args(words).env("RUSTDOC_DOCTEST_BIN_PATH", program);
         if let Some(arch) = device {
             command.env("FMHA_EMULATE", arch);

@@ -1,4 +1,4 @@
-//! Counts, and the text that they were made on: `tests/evidence/*.txt`, and the table of
+//! Counts of test results, and hashes of the text that was tested: `tests/evidence/*.txt`, and the table of
 //! docs/measured/battery.md made of them.
 //!
 //! A battery, a mutation run or a run on a device is valid only for its device text and emulator. So each figure is
@@ -11,14 +11,14 @@ use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
 
-/// The page in which the table is printed.
+/// Page that contains the table.
 const PAGE: &str = "docs/measured/battery.md";
 
 const BEGIN: &str = "<!-- support: written by `cargo xtask support` from tests/evidence -->\n";
 const END: &str = "<!-- end of support -->";
 const FOLDER: &str = "tests/evidence";
 
-/// Headers outside a kernel's own folder with which its launches begin: kernel and header.
+/// Headers outside a kernel's own folder that its launches begin with, by kernel.
 const ENTRIES: [(&str, &str); 5] = [
     ("combine", "fmha/combine.cuh"),
     ("combine", "fmha/combine.h"),
@@ -26,18 +26,18 @@ const ENTRIES: [(&str, &str); 5] = [
     ("rdna_decode", "fmha/cdna/decode/merge.h"),
     ("rdna_decode", "fmha/cdna/decode/update.h"),
 ];
-/// Folders inside a kernel's folder that belong to another kernel: kernel and folder.
+/// Folders inside one kernel's folder that belong to another kernel, by kernel.
 const WITHIN: [(&str, &str); 1] = [("sm90", "sm90/mla")];
 const FALLBACK: &str = "simt";
 
-/// Figures of one run.
+/// Figures of one run of the battery.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Evidence {
-    /// `cuda, NVIDIA H200`; `rocm, gfx942 emulated`.
+    /// Device of the run: `cuda, NVIDIA H200` or `rocm, gfx942 emulated`.
     on: String,
-    /// `2026-11-22`.
+    /// Date of the run: `2026-11-22`.
     made: String,
-    /// Which cases, or `all`.
+    /// Filter of the cases, or `all`.
     cases: String,
     /// Hash of the emulator, for an emulated run.
     emulator: Option<String>,
@@ -49,18 +49,18 @@ struct Evidence {
 struct Figure {
     /// Name of the kernel in plans; several, joined by `+`, where a case ran on several.
     kernel: String,
-    /// `3120 passed, 0 failed`.
+    /// Counts as printed: `3120 passed, 0 failed`.
     found: String,
-    /// Hash of the kernel's text in that run.
+    /// Hash of the kernel's text at the time of the run.
     text: String,
 }
 
-/// The repository's folder.
+/// Folder of the repository.
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The figures that a run printed, written down with the present hashes: `cargo xtask evidence ON FILE [CASES]`.
+/// Stores the figures that a run printed, with the present hashes: `cargo xtask evidence ON FILE [CASES]`.
 pub(crate) fn keep(on: &str, file: &str, cases: &str) -> Result<(), String> {
     let printed = std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?;
     let figures = counts(&printed)
@@ -79,7 +79,8 @@ pub(crate) fn keep(on: &str, file: &str, cases: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Lines such as `kernel sm90         12 passed, 0 failed, 0 refused, 3 absent`; of a battery in parts, summed.
+/// Counts by kernel, from lines such as `kernel sm90         12 passed, 0 failed, 0 refused, 3 absent`; lines of
+/// several parts are added.
 fn counts(printed: &str) -> Vec<(String, String)> {
     let mut sums: BTreeMap<String, [u64; 2]> = BTreeMap::new();
     for line in printed.lines() {
@@ -97,7 +98,7 @@ fn counts(printed: &str) -> Vec<(String, String)> {
 }
 
 impl Evidence {
-    /// Parses one fact a line: a word, a tab, the rest.
+    /// Parses a file of one fact a line: a word, a tab, the rest.
     fn parse(text: &str) -> Result<Self, String> {
         let mut evidence = Self::default();
         for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
@@ -126,7 +127,7 @@ impl Evidence {
              on\t{}\nmade\t{}\ncases\t{}\n",
             self.on, self.made, self.cases
         );
-        // Writing to a string cannot fail.
+        // Writing to a string can not fail.
         if let Some(emulator) = &self.emulator {
             let _ = writeln!(text, "emulator\t{emulator}");
         }
@@ -151,7 +152,7 @@ impl Evidence {
     }
 }
 
-/// The emulator that a run's title speaks of.
+/// Folder of the emulator that a run's title names.
 fn emulator_folder(on: &str) -> Option<&'static str> {
     let vendor = on.split([',', ' ']).next()?;
     match vendor {
@@ -184,7 +185,8 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
             let others = WITHIN.iter().filter(|(of, _)| *of == kernel);
             let begins = |header: &PathBuf| {
                 let Ok(name) = header.strip_prefix(base.join("fmha")) else { return false };
-                // A file, or a folder of an architecture's; of `cdna_bwd` cdna's folder or file `bwd`.
+                // The headers are a file or a folder of the architecture: for `cdna_bwd` the file or folder `bwd` of
+                // cdna.
                 let own = kernel.replacen('_', "/", 1);
                 name.to_string_lossy().starts_with(&own)
                     && !others.clone().any(|(_, folder)| name.starts_with(folder))
@@ -202,7 +204,7 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
         let text = without_comments(&text);
         let included = text.lines().filter_map(|line| line.strip_prefix("#include <")?.split_once('>'));
         for (name, _) in included {
-            // A file in neither folder is rendered from Rust.
+            // A header that is in neither folder is made by Rust code.
             let paths = folders.iter().map(|folder| Path::new(folder).join(name));
             open.extend(paths.filter(|path| root().join(path).exists() && !reached.contains_key(path)));
         }
@@ -245,7 +247,7 @@ fn without_unnamed_functions(text: &str, named: &BTreeMap<String, usize>) -> Str
     text.split("\n\n").filter(is_kept).collect::<Vec<_>>().join("\n\n")
 }
 
-/// Hash of the files below folders of the repository, names and texts.
+/// Hash of the names and texts of all files below some folders of the repository.
 fn hash_of(folders: &[&str]) -> Result<String, String> {
     hash_of_files(files_below(folders)?)
 }
@@ -280,7 +282,7 @@ fn hash_of_files(files: BTreeSet<PathBuf>) -> Result<String, String> {
     Ok(hash_of_texts(files.into_iter().map(read).collect::<Result<Vec<_>, String>>()?.into_iter()))
 }
 
-/// Hash of names and texts.
+/// Hash of files' names and texts.
 fn hash_of_texts(texts: impl Iterator<Item = (PathBuf, Vec<u8>)>) -> String {
     let mut hash = Sha256::new();
     for (path, text) in texts {
@@ -293,7 +295,7 @@ fn hash_of_texts(texts: impl Iterator<Item = (PathBuf, Vec<u8>)>) -> String {
     hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Every file of evidence, by name.
+/// All files of evidence, in order of their names.
 fn all() -> Result<Vec<Evidence>, String> {
     let folder = root().join(FOLDER);
     let entries = std::fs::read_dir(&folder).map_err(|error| format!("{FOLDER}: {error}"))?;
@@ -307,7 +309,7 @@ fn all() -> Result<Vec<Evidence>, String> {
     paths.iter().map(read).collect()
 }
 
-/// Rewrites the table.
+/// Writes the table anew.
 pub(crate) fn write_table() -> Result<(), String> {
     let path = root().join(PAGE);
     let page = std::fs::read_to_string(&path).map_err(|error| format!("{PAGE}: {error}"))?;
@@ -318,7 +320,7 @@ pub(crate) fn write_table() -> Result<(), String> {
     std::fs::write(&path, text).map_err(|error| format!("{PAGE}: {error}"))
 }
 
-/// A row a kernel, of each run.
+/// Table of all runs, one row for each kernel of a run.
 fn table(all: &[Evidence]) -> String {
     let mut text = String::from("| on | kernel | cases | found | made |\n|---|---|---|---|---|\n");
     for evidence in all {
@@ -330,7 +332,7 @@ fn table(all: &[Evidence]) -> String {
     text
 }
 
-/// `2026-11-22`, in UTC (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
+/// Date of today in UTC, `2026-11-22` (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
 fn today() -> String {
     let days =
         SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs() / 86_400);
@@ -349,7 +351,7 @@ fn today() -> String {
 mod tests {
     use super::*;
 
-    /// The rows of the table.
+    /// Rows of the table.
     fn shown() -> Vec<String> {
         let page = std::fs::read_to_string(root().join(PAGE)).unwrap_or_default();
         let table = page
@@ -391,7 +393,7 @@ mod tests {
         assert!(table(&[Evidence::parse(&one.to_text()).unwrap_or_default()]).contains("| 2026-11-22 |"));
         let other = Figure { text: "0".repeat(32), ..figure.clone() };
         assert!(!one.is_fresh(&other) && one.row(&other, false).contains("**stale**, 2026-11-22"));
-        // A changed emulator makes its earlier figures stale.
+        // Figures become stale when the emulator changes.
         assert!(!Evidence { emulator: Some("0".repeat(32)), ..one }.is_fresh(&figure));
     }
 

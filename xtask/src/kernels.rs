@@ -10,12 +10,12 @@ use crate::step::Step;
 /// How an emulated device runs asynchronous work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Asynchronous work is done as soon as it is issued: fast, but a missing wait goes unnoticed.
+    /// Asynchronous work completes when it is issued: fast, but a missing wait is not noticed.
     Eager,
-    /// Asynchronous work is done as soon as it is issued, and every access is ordered by vector clocks: a
-    /// missing wait, fence or arrival is a failure.
+    /// Asynchronous work completes when it is issued, and vector clocks check the order of every access: a missing
+    /// wait, fence or arrival is a failure.
     HappensBefore,
-    /// Clusters run piece by piece in a random order, different in each launch, so that other CTAs get the tiles.
+    /// Clusters run piece by piece in a random order that differs in each launch, so that tiles go to other CTAs.
     DrawnOrder,
     /// Asynchronous work is done as soon as it is issued, but unwritten memory, and the destination of a `cp.async`
     /// before its wait, hold finite garbage instead of NaN, which recomputed rows would hide.
@@ -30,10 +30,10 @@ pub(crate) struct Row {
     /// Name of the kernel in plans, where every case must run on it; `None` lets the backend choose,
     /// fallbacks included.
     pub(crate) kernel: Option<&'static str>,
-    /// `cuda` or `rocm`, and the architecture to emulate.
+    /// Backend, `cuda` or `rocm`, and the architecture to emulate.
     pub(crate) backend: &'static str,
     pub(crate) arch: &'static str,
-    /// `--tile`, where a row is about one that no table chooses for cases this small.
+    /// Option `--tile`, for a row that tests a tile which no table chooses for such small cases.
     pub(crate) tile: Option<&'static str>,
     pub(crate) mode: Mode,
     /// Number of multiprocessors, few enough that each has several tiles; `None`: the emulator's default.
@@ -49,7 +49,7 @@ pub(crate) struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cases {
     pub(crate) filter: &'static str,
-    /// One in `deal` kernels is tested: 1 is every kernel, 0 none.
+    /// Number of kernels of which one is tested: 1 tests every kernel, 0 none.
     pub(crate) deal: u32,
 }
 
@@ -156,7 +156,7 @@ impl Row {
             .join(" ")
     }
 
-    /// The step that runs these cases: all of them, or those whose kernel belongs to this part.
+    /// Step that runs these cases: all of them, or those whose kernel belongs to this part.
     pub(crate) fn step(&self, cases: Cases, fmha: &str) -> Option<Step> {
         if cases.deal == 0 {
             return None;
@@ -206,7 +206,7 @@ mod tests {
         let text = include_str!("../../tests/battery/families/mod.rs");
         let families: Vec<&str> = text.lines().filter_map(|l| l.trim().strip_suffix("::cases(),")).collect();
         assert!(families.len() >= 10, "{families:?}");
-        // Two caches are named as lists are.
+        // Cases of two caches are named like cases of lists.
         let elsewhere = ["backward", "bits", "decode", "two_caches"];
         for family in families.iter().filter(|family| !elsewhere.contains(family)) {
             let own = [format!("^{family}/"), format!("|{family})/")];

@@ -105,7 +105,7 @@ fn install_c_library(prefix: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs everything that takes hours, one after another; a failure does not stop the rest.
+/// Runs the tests that take hours, one after another. A failure does not stop the others.
 fn nightly() -> Result<(), String> {
     let runs: [fn() -> Result<(), String>; 5] = [
         || suite::run(Extent::All { index: 1, count: 1 }),

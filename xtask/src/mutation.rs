@@ -11,7 +11,8 @@ use pages::{Broken, PAGES, Page};
 /// Number of schedules of the unbroken kernel, each with other delays and another order of its CTAs.
 const SCHEDULES: u32 = 100;
 
-/// Records the launches, breaks them, writes `target/nightly/PAGE-mutation.md` of each page, or of `only` one.
+/// Records launches, breaks them, and writes `target/nightly/PAGE-mutation.md` for each page, or only for the page
+/// `only`.
 pub(crate) fn run(only: Option<&str>) -> Result<(), String> {
     let known: Vec<&str> = PAGES.iter().map(|page| page.name).collect();
     if let Some(name) = only.filter(|name| !known.contains(name)) {
@@ -53,7 +54,7 @@ fn run_page(page: &Page) -> Result<(), String> {
     loudly(&mut mutate)
 }
 
-/// Launches of a call that run the kernel to break: with code of its entry's file.
+/// Launches of a call that run the kernel to be broken: those with code of its entry's file.
 fn recorded(folder: &Path, broken: &Broken) -> Result<Vec<PathBuf>, String> {
     let entries = std::fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let mut all: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();

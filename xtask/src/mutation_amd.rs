@@ -50,13 +50,13 @@ const KERNELS: [(&str, &str); 11] = [
     ),
 ];
 
-/// The launches of a recording to break, and their names.
+/// Launches of a recording that are to be broken, and their names.
 fn broken(folder: &Path, title: &str) -> Result<Vec<(String, String)>, String> {
     let entries = std::fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     files.sort();
     if title.starts_with("backward") {
-        // The first file is the recording of the forward, whose O and LSE the gradients need.
+        // The first file records the forward call, whose O and LSE the gradients need.
         files = files.split_off(files.len().min(1));
     } else {
         files.truncate(1);
@@ -68,7 +68,7 @@ fn broken(folder: &Path, title: &str) -> Result<Vec<(String, String)>, String> {
     Ok(files.iter().enumerate().map(named).collect())
 }
 
-/// Records the launches, breaks them, writes `target/nightly/cdna-mutation.md`.
+/// Records launches, breaks them, and writes `target/nightly/cdna-mutation.md`.
 pub(crate) fn run() -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -80,7 +80,7 @@ pub(crate) fn run() -> Result<(), String> {
         for (i, (title, problem)) in KERNELS.iter().enumerate() {
             let fp8 = match arch {
                 "gfx942" => "e4m3fnuz",
-                // RDNA's kernels have one tile a workgroup.
+                // RDNA's kernels compute one tile in each workgroup.
                 _ if arch.starts_with("gfx1") && problem.contains("order=") => continue,
                 "gfx950" | "gfx1201" => "fp8",
                 _ if problem.contains("FP8") => continue,

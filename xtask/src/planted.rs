@@ -1,6 +1,6 @@
 //! `cargo xtask planted`: faults in host code, each built in a copy of the repository and found by a case.
 //!
-//! Those of device text need no build of ours: `tests/planted.rs`.
+//! Faults in device text need no build: `tests/planted.rs`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -31,7 +31,7 @@ pub(crate) fn run() -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let environment = setup::run();
     let list = std::fs::read_to_string(root.join(FAULTS)).map_err(|error| format!("{FAULTS}: {error}"))?;
-    // The copies have the emulators of this tree.
+    // The copies use the emulators of this tree.
     setup::build_emulators()?;
     let copy = setup::target().join("planted/tree");
     let mut missed = Vec::new();
@@ -63,7 +63,7 @@ fn is_found(
 ) -> Result<bool, String> {
     let _ = std::fs::remove_dir_all(copy);
     std::fs::create_dir_all(copy).map_err(|error| format!("{}: {error}", copy.display()))?;
-    // A copy of the files that git knows, with their present content.
+    // The copy has the files that git knows, with their present content.
     let archive = "git ls-files -z | xargs -0 tar -cf - | tar -xf - -C \"$0\"";
     loudly(Command::new("sh").args(["-c", archive]).arg(copy).current_dir(root))?;
     let file = copy.join(fault.file);

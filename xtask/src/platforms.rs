@@ -1,5 +1,5 @@
-//! Other compilers and other systems: the oldest Rust that the manifest states, and the targets that
-//! docs/platforms.md names. A toolchain or a program that cannot be had is reported absent, by name.
+//! Other compilers and other systems: the oldest Rust that the manifest states, and the targets that docs/platforms.md
+//! names. A toolchain or program that can not be installed is reported absent, by name.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,20 +11,19 @@ use crate::tally::Tally;
 /// A target beside the host's.
 struct Target {
     triple: &'static str,
-    /// Compiler of C for the target: a dependency of benchmarks has one file. Nothing is linked by `cargo
-    /// check`.
+    /// C compiler for the target: a dependency of benchmarks has a C file. `cargo check` links nothing.
     c_compiler: &'static [(&'static str, &'static str)],
     run: Option<Run>,
 }
 
 /// Linker and runner of a target's programs.
 struct Run {
-    /// Debian's packages of the linker and of the emulator.
+    /// Debian packages of the linker and of the emulator.
     packages: &'static [&'static str],
     linker: &'static str,
     /// Command of the emulator.
     runner: &'static str,
-    /// Tests that the emulator cannot run or has no time for, by a part of their names, and why.
+    /// Tests that the emulator can not run or is too slow for: parts of their names, with the reason.
     left_out: &'static [(&'static str, &'static str)],
 }
 
@@ -64,11 +63,11 @@ const TARGETS: [Target; 3] = [
     },
 ];
 
-/// The oldest Rust that the workspace's manifest states.
+/// Oldest Rust version, as stated in the workspace's manifest.
 const OLDEST: &str = env!("CARGO_PKG_RUST_VERSION");
 
-/// Checks by the oldest Rust and of each target: of the library, or of `all` crates with their tests; the CPU backend's
-/// tests, run, are of `all` alone.
+/// Checks with the oldest Rust and for each target: of the library, or with `all` of all crates and their tests. Only
+/// `all` runs the CPU backend's tests.
 pub(crate) fn steps(all: bool, tally: &mut Tally) -> Vec<Step> {
     let mut steps = Vec::new();
     let name = format!("Rust {OLDEST}");
@@ -112,18 +111,18 @@ pub(crate) fn steps(all: bool, tally: &mut Tally) -> Vec<Step> {
     steps
 }
 
-/// How programs for another system are built and run here.
+/// Way in which programs for another system are built and run here.
 pub(crate) struct Emulated {
     pub(crate) c_compiler: &'static str,
-    /// The words before a program.
+    /// Words of a command line before the program's name.
     pub(crate) runner: &'static str,
     pub(crate) environment: Vec<(String, String)>,
 }
 
-/// Checks one target; what is missing is installed.
+/// Prepares one target, and installs what is missing.
 ///
 /// # Errors
-/// Why programs of the target do not run here.
+/// The reason why programs of the target do not run here.
 pub(crate) fn emulated(triple: &str) -> Result<Emulated, String> {
     let found = TARGETS.iter().find(|target| target.triple == triple).and_then(|target| target.run.as_ref());
     let run = found.ok_or_else(|| format!("there is no emulator of {triple}"))?;
@@ -131,7 +130,7 @@ pub(crate) fn emulated(triple: &str) -> Result<Emulated, String> {
 }
 
 impl Target {
-    /// A variable's name in the form for Cargo or cc for this target.
+    /// Name of a variable that Cargo or cc reads for this target.
     fn variable(&self, before: &str, after: &str) -> String {
         let triple = self.triple.replace('-', "_");
         let triple = if before.starts_with("CARGO") { triple.to_uppercase() } else { triple };
@@ -193,12 +192,12 @@ impl Run {
     }
 }
 
-/// A build folder for each target: other compilers, other features.
+/// Build folder of a target: compilers and features differ, so targets do not share one.
 fn folder(name: &str) -> String {
     target().join("platforms").join(name).display().to_string()
 }
 
-/// The oldest Rust's cargo and rustc, by rustup.
+/// Paths of cargo and rustc of the oldest Rust, from rustup.
 fn oldest() -> Result<(String, String), String> {
     let mut rustup = Command::new("rustup");
     if !runs(rustup.args(["toolchain", "install", OLDEST, "--profile", "minimal", "--no-self-update"])) {
@@ -209,7 +208,7 @@ fn oldest() -> Result<(String, String), String> {
     Ok((which("cargo")?, which("rustc")?))
 }
 
-/// Asks rustup for a target's standard library if the compiler that Cargo runs lacks it.
+/// Lets rustup install a target's standard library if Cargo's compiler lacks it.
 fn standard_library(triple: &str) -> Result<(), String> {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
     let place = |what: &[&str]| printed(Command::new(&rustc).args(["--print"]).args(what));

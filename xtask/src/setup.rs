@@ -1,9 +1,9 @@
-//! Programs and libraries that the tests use besides Rust: each is installed if possible, and named if not.
+//! Programs and libraries that the tests need besides Rust. Each is installed if possible, and otherwise reported.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The compiler of the AMD kernels: Debian's and Ubuntu's packages of that name.
+/// Compiler of AMD's kernels, by the name of Debian's and Ubuntu's package.
 pub(crate) const CLANG: &str = "clang-22";
 const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
 
@@ -12,7 +12,7 @@ const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
 const NVRTC_PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NVRTC_LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
-/// Another NVRTC, with which a sample of the kernels is compiled: the folder to unpack it into, its package, its
+/// Another NVRTC, with which a sample of the kernels is compiled: a folder to unpack it to, its package and its
 /// library.
 pub(crate) struct OtherNvrtc {
     pub(crate) folder: &'static str,
@@ -20,11 +20,11 @@ pub(crate) struct OtherNvrtc {
     library: &'static str,
 }
 
-/// Newest version in the registry.
+/// Newest NVRTC in the registry.
 pub(crate) const NEWEST_NVRTC: OtherNvrtc =
     OtherNvrtc { folder: "nvrtc-newest", package: "nvidia-cuda-nvrtc>=13.2,<14", library: NVRTC_LIBRARY };
 
-/// The oldest NVRTC that compiles sm_100a.
+/// Oldest NVRTC that compiles for sm_100a.
 pub(crate) const OLDEST_NVRTC: OtherNvrtc = OtherNvrtc {
     folder: "nvrtc-12.8",
     package: "nvidia-cuda-nvrtc-cu12==12.8.*",
@@ -35,13 +35,13 @@ impl OtherNvrtc {
     /// Fetches and unpacks the compiler, once, and returns its library.
     ///
     /// # Errors
-    /// Why it is not there.
+    /// The reason why it is not available.
     pub(crate) fn library(&self) -> Result<PathBuf, String> {
         unpacked(&target().join(self.folder), self.package, self.library)
     }
 }
 
-/// Sets everything up; returns environment variables that tell the tests where it is.
+/// Sets everything up, and returns environment variables with which the tests find it.
 pub(crate) fn run() -> Vec<(String, String)> {
     let mut environment = Vec::new();
     if let Err(reason) = clang() {
@@ -67,10 +67,10 @@ fn clang() -> Result<(), String> {
     apt(&CLANG_PACKAGES)
 }
 
-/// Installs packages of Debian's or Ubuntu's.
+/// Installs packages of Debian or Ubuntu.
 ///
 /// # Errors
-/// Where there is no apt-get, or it does not end well.
+/// A system without apt-get, or an error of apt-get.
 pub(crate) fn apt(packages: &[&str]) -> Result<(), String> {
     if !runs(Command::new("apt-get").arg("--version")) {
         return Err("not installed, and there is no apt-get".to_owned());
@@ -81,12 +81,12 @@ pub(crate) fn apt(packages: &[&str]) -> Result<(), String> {
         command.args([first, "-y", "-q"]).env("DEBIAN_FRONTEND", "noninteractive");
         command
     };
-    // A bare machine has no package lists yet; a stale one still installs.
+    // A new machine has no package lists yet. If the update fails, old lists may still serve.
     loudly(&mut install("update")).ok();
     loudly(install("install").arg("--no-install-recommends").args(packages))
 }
 
-/// NVRTC in `target/nvrtc`.
+/// Library of NVRTC in `target/nvrtc`.
 fn nvrtc() -> Result<PathBuf, String> {
     unpacked(&target().join("nvrtc"), NVRTC_PACKAGE, NVRTC_LIBRARY)
 }
@@ -120,12 +120,12 @@ fn unpacked(folder: &Path, package: &str, library: &str) -> Result<PathBuf, Stri
     if library.exists() { Ok(library) } else { Err(format!("{package} has no {name}")) }
 }
 
-/// Folder of Cargo's builds, and of downloads.
+/// Folder of Cargo's builds and of downloads.
 pub(crate) fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target")
 }
 
-/// Folder in which the emulators' programs and libraries are built: their workspace is one of its own.
+/// Folder in which the emulators are built. They are a workspace of their own.
 pub(crate) fn emulators() -> PathBuf {
     emulators_target().join("release")
 }
@@ -134,7 +134,7 @@ fn emulators_target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/emulators/target")
 }
 
-/// `cargo WORDS` in the emulators' workspace.
+/// Command `cargo WORDS` in the emulators' workspace.
 pub(crate) fn cargo_of_emulators(words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO"));
     command.args(words).arg("--target-dir").arg(emulators_target());
@@ -142,13 +142,13 @@ pub(crate) fn cargo_of_emulators(words: &[&str]) -> Command {
     command
 }
 
-/// Libraries that `--emulate` opens, and the programs that drive the interpreters.
+/// Builds the libraries that `--emulate` opens, and the programs that run the interpreters.
 pub(crate) fn build_emulators() -> Result<(), String> {
     let packages = ["fmha-emu-hip", "fmha-emu-hiprtc", "fmha-emu-libcuda", "fmha-emu-cdna", "fmha-emu-ptx"];
     loudly(cargo_of_emulators(&["build", "--release"]).args(packages.map(|package| format!("-p={package}"))))
 }
 
-/// The command in release, and the emulators.
+/// Builds the command in release mode, and the emulators.
 pub(crate) fn build_with_emulators() -> Result<(), String> {
     loudly(Command::new(env!("CARGO")).args(["build", "--release"]))?;
     build_emulators()
@@ -159,7 +159,7 @@ pub(crate) fn nightly() -> PathBuf {
     target().join("nightly")
 }
 
-/// A page in [`nightly`] for the table of `tool`.
+/// Writes a page to [`nightly`] with the table that `tool` prints.
 pub(crate) fn page(name: &str, tool: &str) -> Result<PathBuf, String> {
     let folder = nightly();
     let path = folder.join(name);
@@ -175,7 +175,7 @@ pub(crate) fn runs(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
-/// Runs a command to its end; anything but success is an error.
+/// Runs a command to its end; an exit status other than success is an error.
 pub(crate) fn loudly(command: &mut Command) -> Result<(), String> {
     match command.status() {
         Ok(status) if status.success() => Ok(()),

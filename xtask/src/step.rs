@@ -20,15 +20,15 @@ pub(crate) struct Step {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Prints `test result: ...`.
+    /// Output of Cargo's test harness: `test result: ...`.
     Tests,
-    /// `fmha conformance`: its last line that begins with `all` has the counts.
+    /// Output of `fmha conformance`: the last line that begins with `all` has the counts.
     Battery,
     /// The step counts as one test, which passes if the program succeeds.
     Check,
 }
 
-/// Start of a step, from the run's beginning, and its time by one clock and by all processors.
+/// Times of a step: its start from the run's beginning, its duration, and the time of all processors.
 pub(crate) struct Took {
     name: String,
     from: f64,
@@ -39,7 +39,7 @@ pub(crate) struct Took {
 }
 
 impl Step {
-    /// A program that Cargo's test harness is in.
+    /// Step that runs a program with Cargo's test harness.
     pub(crate) fn tests(name: String, words: Vec<String>, folder: PathBuf) -> Self {
         let manifest = ("CARGO_MANIFEST_DIR".to_owned(), folder.display().to_string());
         Self {
@@ -52,7 +52,7 @@ impl Step {
         }
     }
 
-    /// A step that runs `cargo`, or another program with such output.
+    /// Step that runs `cargo`, or another program with such output.
     pub(crate) fn cargo(name: &str, words: &[&str]) -> Self {
         let words = std::iter::once(env!("CARGO")).chain(words.iter().copied()).map(str::to_owned).collect();
         let (folder, environment) = (None, Vec::new());
@@ -72,13 +72,13 @@ impl Step {
         self
     }
 
-    /// Returns this step with these variables.
+    /// Adds environment variables to this step.
     pub(crate) fn with(mut self, environment: Vec<(String, String)>) -> Self {
         self.environment.extend(environment);
         self
     }
 
-    /// `fmha conformance`.
+    /// Step that runs `fmha conformance`.
     pub(crate) fn battery(name: String, words: Vec<String>, environment: Vec<(String, String)>) -> Self {
         Self { name, words, folder: None, environment, kind: Kind::Battery, at_least: 0 }
     }
@@ -93,7 +93,7 @@ impl Step {
         own.passed += u64::from(self.kind == Kind::Check && ended.is_ok());
         let failed = ended.and_then(|_| self.enough(own.passed)).err();
         if let Some(reason) = failed.filter(|_| own.failed == 0) {
-            // A program that aborts, or is not there, counts as one failure.
+            // A program that aborts or is missing counts as one failure.
             own.read(&format!("battery {}: 0 passed, 1 failed, 0 refused, 0 absent: {reason}", self.name));
         }
         let took = Took {
@@ -106,7 +106,7 @@ impl Step {
         };
         let mut tally = tally.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut out = std::io::stdout().lock();
-        // A closed pipe is the reader's wish.
+        // A closed pipe is no error: its reader has finished.
         let _ = writeln!(out, "\n== {} ({:.0} s)\n{text}", self.name, took.seconds);
         tally.merge(own);
         took
@@ -119,7 +119,8 @@ impl Step {
         }
     }
 
-    /// Seconds of all processors, including processes that it started and waited for.
+    /// Follows a program to its end. Returns the processor seconds, including those of processes that it started and
+    /// waited for.
     fn follow(
         &self,
         environment: &[(String, String)],
@@ -158,8 +159,7 @@ mod usage {
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, ExitStatus};
 
-    /// Waits for a process that nothing else waits for; gives its exit status and the seconds of all
-    /// processors that it took.
+    /// Waits for a process that nothing else waits for. Returns its exit status and its processor seconds.
     pub(super) fn wait(child: &mut Child) -> std::io::Result<(ExitStatus, f64)> {
         let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
         // SAFETY: both are places that the call may write.
@@ -191,7 +191,7 @@ mod usage {
     }
 }
 
-/// Systems without a measure of processor time: it is reported as 0.
+/// Fallback for systems that do not measure processor time, which is reported as 0.
 #[cfg(not(unix))]
 mod without_usage {
     use std::process::{Child, ExitStatus};
@@ -205,8 +205,8 @@ mod without_usage {
     }
 }
 
-/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the caller puts the
-/// longest first.
+/// Runs all steps of a run that began at `of`, as many at once as there are processors. The caller puts the longest
+/// first.
 pub(crate) fn run_all(
     steps: &[Step],
     of: Instant,

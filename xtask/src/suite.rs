@@ -15,11 +15,11 @@ use crate::tally::Tally;
 /// How much to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// The part that takes two minutes after the build, for a change before its commit.
+    /// Part of the tests that takes two minutes after the build, for use before a commit.
     Quick,
-    /// The part that CI runs.
+    /// Part of the tests that CI runs.
     Test,
-    /// Everything, or part `index` (from 1) of `count` that together are everything.
+    /// All tests, or part `index` (from 1) of `count` parts.
     All { index: usize, count: usize },
 }
 
@@ -61,13 +61,13 @@ const LONGEST: [&str; 11] = [
     "command",
 ];
 
-/// Builds, runs, prints counts and seconds.
+/// Builds, runs the steps, and prints counts and seconds.
 ///
 /// # Errors
-/// How many failed.
+/// The number of failures.
 pub(crate) fn run(extent: Extent) -> Result<(), String> {
     let start = Instant::now();
-    // The downloads of both run while Cargo builds, which needs neither.
+    // Compilers and Python packages are fetched while Cargo builds, which needs neither.
     let compilers = std::thread::spawn(setup::run);
     let python = (extent != Extent::Quick).then(|| std::thread::spawn(python::environment));
 
@@ -84,14 +84,14 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     let cache = setup::target().join("test-cache");
     environment.push(("FMHA_CACHE_DIR".to_owned(), cache.display().to_string()));
     if matches!(extent, Extent::All { .. }) {
-        // Minutes of random input, where a second serves otherwise.
+        // Fuzz tests run for minutes, and otherwise for a second.
         environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
-        // Every model of transformers is compiled, where CI compiles one.
+        // Every model of transformers is compiled; CI compiles one.
         environment.push(("FMHA_TRANSFORMERS".to_owned(), "all".to_owned()));
-        // A thousand calls of other libraries' suites, where 24 are otherwise.
+        // A thousand calls of other libraries' suites are made, and otherwise 24.
         environment.push(("FMHA_PEERS".to_owned(), "64:1000".to_owned()));
     } else {
-        // One text has one result: property tests draw anew under `--all` alone.
+        // Property tests have a fixed seed, so that equal text has equal results. Only `--all` draws new cases.
         environment.push(("PROPTEST_RNG_SEED".to_owned(), "65".to_owned()));
     }
     let mut tally = Tally::default();
@@ -120,10 +120,10 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
 }
 
-/// Runs the Python package's tests alone, on a library built for them.
+/// Runs only the Python package's tests, on a library built for them.
 ///
 /// # Errors
-/// How many failed, or why none can run.
+/// The number of failures, or why no test can run.
 pub(crate) fn python_alone() -> Result<(), String> {
     let start = Instant::now();
     let (python, building) = Took::of("set-up and building", start, || {
@@ -141,7 +141,7 @@ pub(crate) fn python_alone() -> Result<(), String> {
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
 }
 
-/// A test program: the target's name, its file, the folder of its package.
+/// Test program: the target's name, its file, and its package's folder.
 struct Program {
     name: String,
     path: String,
@@ -161,7 +161,7 @@ const BUILD: [&str; 8] = [
     "--message-format=json-render-diagnostics",
 ];
 
-/// Builds both workspaces in parallel, because each ends in a chain of crates that one processor builds.
+/// Builds both workspaces in parallel, because each ends with a chain of crates that one processor builds.
 fn build() -> Result<Vec<Program>, String> {
     let (own, emulators) = std::thread::scope(|scope| {
         let emulators = scope.spawn(|| built(&mut setup::cargo_of_emulators(&BUILD)));
@@ -173,11 +173,11 @@ fn build() -> Result<Vec<Program>, String> {
     Ok(programs)
 }
 
-/// Builds the crates' own tests, the laws of the house, the command, and the doubles that `--emulate` opens.
+/// Builds the crates' own tests, the repository's rules, the command, and the emulators that `--emulate` opens.
 fn build_quick() -> Result<Vec<Program>, String> {
     let mut own = Command::new(env!("CARGO"));
     own.args(["test", "--no-run", "--release", "--workspace", "--lib", "--bins"]);
-    // The command's own test program has Cargo build the command.
+    // Building the command's own tests makes Cargo build the command too.
     own.args(["--test", "laws", "--test", "command", "--message-format=json-render-diagnostics"]);
     let mut programs = built(&mut own)?;
     programs.retain(|program| program.name != "cli command");
@@ -195,7 +195,7 @@ fn built(cargo: &mut Command) -> Result<Vec<Program>, String> {
     if programs.is_empty() { Err("cargo build names no test program".to_owned()) } else { Ok(programs) }
 }
 
-/// The test program that a line of Cargo's messages describes.
+/// Test program that a line of Cargo's messages describes.
 fn program(line: &str) -> Option<Program> {
     let field = |name: &str| {
         let (_, rest) = line.split_once(&format!("\"{name}\":\""))?;
@@ -214,7 +214,7 @@ fn program(line: &str) -> Option<Program> {
 /// The part of the CPU's battery in a quick run: ten seconds of four minutes.
 const SLICE: &str = "1/50";
 
-/// A program of tests by other NVRTCs: the newest, of which each is new once, and in a whole run the oldest.
+/// Step for a program of tests with other NVRTCs: with the newest, and in a whole run with the oldest too.
 fn by_other_compilers(
     all: bool,
     program: &str,
@@ -247,7 +247,7 @@ fn steps(
     let all = matches!(extent, Extent::All { .. });
     let mut steps = Vec::new();
     for Program { name, path, folder } in programs {
-        // `--show-output` prints the batteries' counts, which are in the output of passing tests.
+        // The batteries' counts are in the output of passing tests, which `--show-output` prints.
         let mut words = vec![path.clone(), "--show-output".to_owned()];
         words.extend(all.then(|| "--include-ignored".to_owned()));
         if name.ends_with(" folded") && extent != Extent::Quick {
@@ -295,7 +295,7 @@ fn steps(
     steps
 }
 
-/// The steps that a run of this extent has.
+/// Steps of a run of this extent.
 fn dealt(steps: Vec<Step>, extent: Extent) -> Vec<Step> {
     match extent {
         Extent::Quick | Extent::Test => steps,
@@ -303,7 +303,7 @@ fn dealt(steps: Vec<Step>, extent: Extent) -> Vec<Step> {
     }
 }
 
-/// Every `count`-th element from `index` (from 1) on: the parts are disjoint, and together complete.
+/// Every `count`-th element from number `index` (from 1) on: the parts are disjoint and together complete.
 fn part<T>(all: Vec<T>, index: usize, count: usize) -> Vec<T> {
     all.into_iter().enumerate().filter(|(at, _)| at % count == index - 1).map(|(_, one)| one).collect()
 }

@@ -48,7 +48,7 @@ impl Tally {
     }
 }
 
-/// The number that stands before `word`.
+/// Number in front of `word` in a text.
 fn number_before(text: &str, word: &str) -> u64 {
     let words: Vec<&str> =
         text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty()).collect();
@@ -56,7 +56,7 @@ fn number_before(text: &str, word: &str) -> u64 {
 }
 
 impl fmt::Display for Tally {
-    /// The batteries, the absences, and the line that closes the run.
+    /// Prints the batteries, the absent things, and the line that closes the run.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f)?;
         for line in self.battery.iter().chain(&self.absent) {

@@ -12,7 +12,7 @@ use fmha_core::{
     PlanOptions, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidFwd,
 };
 
-/// A small generator of numbers: SplitMix64.
+/// Random generator SplitMix64.
 pub struct Random(pub u64);
 
 impl Random {
@@ -28,13 +28,13 @@ impl Random {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Near a normal number.
+    /// Draws an approximately normal number.
     pub fn normal(&mut self) -> f64 {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }
 }
 
-/// A tensor's memory: NaN in gaps and in all rows that are not in use.
+/// Memory of a tensor, with NaN in gaps and in all rows that are not in use.
 #[derive(Clone)]
 pub struct Tensor {
     pub bytes: Vec<u64>,
@@ -97,7 +97,7 @@ impl Tensor {
     }
 }
 
-/// Everything a call reads.
+/// Operands of a call.
 #[derive(Clone)]
 pub struct Inputs {
     pub problem: FwdProblem,
@@ -251,7 +251,7 @@ pub fn run_fwd(backend: &Device, inputs: &Inputs, options: &PlanOptions) -> Outp
     Outputs { o, lse, keep }
 }
 
-/// The largest difference, and the largest magnitude of the reference.
+/// Largest difference, and largest magnitude of the reference.
 #[derive(Default)]
 pub struct Error {
     pub ours: f64,
@@ -266,15 +266,15 @@ impl Error {
             self.ours = if alike { self.ours } else { f64::INFINITY };
             return;
         }
-        // A NaN fails: `max` alone would lose it.
+        // The comparison fails for a NaN, which `max` alone would ignore.
         let difference = (ours - exact).abs();
         self.ours = if difference.is_nan() { f64::INFINITY } else { self.ours.max(difference) };
         self.same = self.same.max((same - exact).abs());
         self.most = self.most.max(exact.abs());
     }
 
-    /// `lse`: the largest magnitude of the LSE that a backward reads: as an f32 it is rounded, and so is what it is
-    /// subtracted from, by a unit of its size each; P is off by that share. A forward reads none: 0.
+    /// Checks the error against the bound. `lse` is the largest magnitude of the LSE that a backward call reads, and 0
+    /// in forward: LSE and the score minus it are each rounded by a unit of that size, which changes P.
     pub fn check(&self, factor: f64, lse: f64, what: &str) {
         // Terms are of size 1 and more (normal inputs, whole dot products) even where they cancel.
         let units = 8.0 + 2.0 * lse;

@@ -36,7 +36,7 @@ unsafe impl Driver for Device {
     }
 
     unsafe fn free(&self, address: u64) {
-        // A buffer that cannot be freed went with its context.
+        // A buffer that cannot be freed is gone: the driver has freed it with its context.
         let _ = self.enter().and_then(|_entered| call!(cuMemFree_v2(address)));
     }
 
@@ -108,7 +108,7 @@ impl Queues for Device {
     }
 
     unsafe fn destroy_event(&self, event: u64) {
-        // An event that cannot be destroyed went with its context.
+        // An event that cannot be destroyed is gone: the driver has freed it with its context.
         let _ = self.enter().and_then(|_entered| call!(cuEventDestroy_v2(event as sys::Handle)));
     }
 
@@ -127,7 +127,7 @@ impl Queues for Device {
         call!(cuEventSynchronize(event as sys::Handle))
     }
 
-    /// The device's clock has half a microsecond.
+    /// The device's clock has a resolution of half a microsecond.
     unsafe fn seconds_between(&self, start: u64, stop: u64) -> Result<f64> {
         let _entered = self.enter()?;
         let mut milliseconds = 0.0f32;
@@ -156,7 +156,7 @@ impl Queues for Device {
         queued.and(ended)?;
         let mut executable = std::ptr::null_mut();
         let instantiated = call!(cuGraphInstantiateWithFlags(&raw mut executable, graph, 0));
-        // The executable graph is a copy.
+        // The executable graph is a copy, so the recorded graph may be destroyed.
         call!(cuGraphDestroy(graph))?;
         instantiated?;
         Ok(executable as u64)
@@ -168,7 +168,7 @@ impl Queues for Device {
     }
 
     unsafe fn destroy_graph(&self, graph: u64) {
-        // A graph that cannot be destroyed went with its context.
+        // A graph that cannot be destroyed is gone: the driver has freed it with its context.
         let _ = self.enter().and_then(|_entered| call!(cuGraphExecDestroy(graph as sys::Handle)));
     }
 }
@@ -189,7 +189,7 @@ impl Peers for Device {
     }
 
     unsafe fn release(&self, address: u64) {
-        // Memory that cannot be unmapped went with its context.
+        // Memory that cannot be unmapped is gone: the driver has freed it with its context.
         let _ = self.enter().and_then(|_entered| call!(cuIpcCloseMemHandle(address)));
     }
 

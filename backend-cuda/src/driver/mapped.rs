@@ -7,7 +7,7 @@ use fmha_core::error::Result;
 
 use super::{Device, check, lacking, sys};
 
-/// Alignment of the memory; kernels and copies work on this alignment as on any greater one.
+/// Alignment of the memory. Kernels and copies work with it as with any larger alignment.
 const ALIGN: u64 = 16;
 
 /// A mapped range between two reserved, unmapped ones; dropping it releases all three.
@@ -29,7 +29,7 @@ impl Mapped {
     /// the end, so that the first byte is aligned.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub(crate) fn new(device: &Arc<Device>, bytes: u64, at_end: bool) -> Result<Self> {
         let _entered = device.enter()?;
         let location = sys::MemLocation { kind: sys::MEM_LOCATION_DEVICE, id: device.handle };
@@ -53,7 +53,7 @@ impl Mapped {
         let first = base + granule as u64;
         let address = if at_end { (first + mapped_bytes - bytes) / ALIGN * ALIGN } else { first };
         let device = Arc::clone(device);
-        // From here on a drop releases whatever was made so far.
+        // From here on, dropping the value releases what has been made so far.
         let mut mapped = Self { device, base, granule: granule as u64, mapped_bytes, handle: None, address };
         let mut handle = 0;
         call!(cuMemCreate(&raw mut handle, mapped_bytes as usize, &raw const prop, 0))?;
@@ -70,7 +70,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // Memory that cannot be released went with its context.
+        // Memory that cannot be released is gone: the driver has freed it with its context.
         let Ok(_entered) = self.device.enter() else { return };
         if let Some(handle) = self.handle {
             let _ = call!(cuMemUnmap(self.base + self.granule, self.mapped_bytes as usize));

@@ -12,20 +12,20 @@ use once_cell::sync::OnceCell;
 
 /// `CUresult`: 0 is success.
 pub(crate) type Status = c_int;
-/// A context, stream, module, function, event or graph: never dereferenced here.
+/// A context, stream, module, function, event or graph. This crate never dereferences it.
 pub(crate) type Handle = *mut c_void;
-/// `CUdevice`.
+/// Driver type `CUdevice`.
 pub(crate) type DeviceHandle = c_int;
-/// `CUdeviceptr`.
+/// Driver type `CUdeviceptr`.
 pub(crate) type Address = u64;
 /// `CUmemGenericAllocationHandle`.
 pub(crate) type MemoryHandle = u64;
 
 pub(crate) const CUDA_SUCCESS: Status = 0;
-/// Status for a function that the library lacks.
+/// Status that stands for a call of a function that the library lacks.
 pub(crate) const CUDA_ERROR_NOT_FOUND: Status = 500;
 
-/// `CUdevice_attribute`.
+/// Numbers of `CUdevice_attribute`.
 pub(crate) mod attribute {
     use super::c_int;
 
@@ -60,11 +60,11 @@ pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(crate) const CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`: the stream is not capturing, so queued work runs.
 pub(crate) const CAPTURE_STATUS_NONE: c_int = 0;
-/// `CU_EVENT_DEFAULT`.
+/// Driver constant `CU_EVENT_DEFAULT`.
 pub(crate) const EVENT_DEFAULT: c_uint = 0;
-/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
+/// Driver constant `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
 pub(crate) const FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
-/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`.
+/// Driver constant `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`.
 pub(crate) const LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION: c_int = 6;
 
 /// `CUlaunchAttribute`, for attributes whose value is an int.
@@ -76,7 +76,7 @@ pub(crate) struct LaunchAttribute {
     pub(crate) rest: [c_int; 15],
 }
 
-/// `CUlaunchConfig`.
+/// Driver struct `CUlaunchConfig`.
 #[repr(C)]
 pub(crate) struct LaunchConfig {
     pub(crate) grid: [c_uint; 3],
@@ -87,16 +87,16 @@ pub(crate) struct LaunchConfig {
     pub(crate) num_attributes: c_uint,
 }
 
-/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+/// Driver constant `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub(crate) const MEM_LOCATION_DEVICE: c_int = 1;
-/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+/// Driver constant `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const MEM_ALLOCATION_PINNED: c_int = 1;
-/// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`.
+/// Driver constant `CU_MEM_ALLOC_GRANULARITY_MINIMUM`.
 pub(crate) const MEM_GRANULARITY_MINIMUM: c_int = 0;
-/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+/// Driver constant `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
 pub(crate) const MEM_ACCESS_READWRITE: c_int = 3;
 
-/// `CUmemLocation`.
+/// Driver struct `CUmemLocation`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct MemLocation {
@@ -104,7 +104,7 @@ pub(crate) struct MemLocation {
     pub(crate) id: c_int,
 }
 
-/// `CUmemAllocationProp`.
+/// Driver struct `CUmemAllocationProp`.
 #[repr(C)]
 pub(crate) struct MemAllocationProp {
     pub(crate) kind: c_int,
@@ -116,25 +116,25 @@ pub(crate) struct MemAllocationProp {
     pub(crate) flags: [c_uchar; 8],
 }
 
-/// `CUmemAccessDesc`.
+/// Driver struct `CUmemAccessDesc`.
 #[repr(C)]
 pub(crate) struct MemAccessDesc {
     pub(crate) location: MemLocation,
     pub(crate) flags: c_int,
 }
 
-/// `CUipcMemHandle`.
+/// Driver struct `CUipcMemHandle`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct IpcHandle(pub(crate) [u8; 64]);
 
-/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+/// Driver constant `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 pub(crate) const IPC_LAZY_PEER_ACCESS: c_uint = 1;
-/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`.
+/// Driver constant `CU_STREAM_MEM_OP_WAIT_VALUE_32`.
 pub(crate) const MEM_OP_WAIT_32: c_uint = 1;
-/// `CU_STREAM_MEM_OP_WRITE_VALUE_32`.
+/// Driver constant `CU_STREAM_MEM_OP_WRITE_VALUE_32`.
 pub(crate) const MEM_OP_WRITE_32: c_uint = 2;
-/// `CU_STREAM_WAIT_VALUE_EQ`.
+/// Driver constant `CU_STREAM_WAIT_VALUE_EQ`.
 pub(crate) const WAIT_VALUE_EQ: c_uint = 1;
 /// Largest number of operations in one call: the driver takes fewer than 256.
 pub(crate) const MOST_MEM_OPS: usize = 128;
@@ -177,7 +177,7 @@ macro_rules! functions {
             fn of(library: Library) -> Self {
                 Self {
                     $($name: {
-                        // SAFETY: the name belongs to the driver, whose header gives this type.
+                        // SAFETY: the driver exports this name, and its header gives this type.
                         unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) }
                             .ok()
                             .map(|symbol| *symbol)

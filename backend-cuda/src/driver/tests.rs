@@ -98,7 +98,7 @@ fn seconds_between_events_are_seconds() {
         device.record_event(stop, 0).unwrap();
         device.seconds_between(start, stop).unwrap()
     };
-    // The driver counts milliseconds in f32.
+    // The driver gives milliseconds in an f32, which has 24 bits.
     assert!(seconds >= waited.as_secs_f64() * (1.0 - 1e-6), "{seconds}");
     assert!(seconds <= around.elapsed().as_secs_f64() * (1.0 + 1e-6), "{seconds}");
 }

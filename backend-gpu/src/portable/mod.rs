@@ -74,16 +74,17 @@ pub enum RowKernel {
     /// Writes lists of the greatest scores; the spec is an i32 with the number of the step (`choose_row.h`). A
     /// group of threads handles a row, or a part of a row.
     Choose,
-    /// The largest magnitudes of a tensor, of a [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): a group of
-    /// lanes leaves one number.
+    /// The kernel that finds the largest magnitudes of a tensor, for a
+    /// [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): each group of lanes writes one number.
     QuantizeMaxima,
-    /// A tensor's scale from them, of a [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec).
+    /// The kernel that computes a tensor's scale from these magnitudes, for a
+    /// [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec).
     QuantizeScale,
-    /// A tensor in a format with scales by blocks, of a
-    /// [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): a lane takes a block.
+    /// The kernel that converts a tensor to a format with scales by blocks, for a
+    /// [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): each lane converts a block.
     Quantize,
-    /// Q, K and V with scales by blocks as numbers, of a
-    /// [`BlockValuesSpec`](fmha_core::value_params::BlockValuesSpec): a lane takes 16 columns of a row.
+    /// The kernel that converts Q, K and V with scales by blocks to plain numbers, for a
+    /// [`BlockValuesSpec`](fmha_core::value_params::BlockValuesSpec): each lane converts 16 columns of a row.
     BlockValues,
     /// Scores of lists' entries, of an [`IndexLossSpec`](fmha_core::index_loss_params::IndexLossSpec): a lane takes an
     /// entry.
@@ -106,11 +107,11 @@ pub enum RowKernel {
 /// A row kernel of which each vendor has its own text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnText {
-    /// [`RowKernel::Combine`].
+    /// The merge of partial results: [`RowKernel::Combine`].
     Combine,
-    /// [`RowKernel::UpdateCache`].
+    /// The update of a KV cache: [`RowKernel::UpdateCache`].
     UpdateCache,
-    /// [`RowKernel::Choose`].
+    /// The choice of keys: [`RowKernel::Choose`].
     Choose,
 }
 

@@ -1,5 +1,5 @@
-//! `quantize`: a tensor in a format with scales by blocks, a thread to a block; where its own scale is to be written,
-//! the largest magnitude of all before, by groups of lanes that leave one number each.
+//! `quantize`: converts a tensor to a format with scales by blocks, one block a thread. If the tensor's own scale is
+//! wanted, an earlier launch finds its largest magnitude: each group of lanes writes one number.
 
 use fmha_core::quantize::{TensorScale, ValidQuantize};
 use fmha_core::quantize_params::{MOST_MAXIMA, QuantizeSpec, quantize_params};
@@ -13,17 +13,17 @@ use crate::steps::Steps;
 
 const NAME: &str = "quantize";
 
-/// Numbers that a thread reads at a time where it looks for the largest.
+/// Number of elements that a thread reads at a time when it looks for the largest magnitude.
 const PIECE: u64 = 16;
 
-/// The kernel that brings a tensor to a format with scales by blocks.
+/// The kernel that converts a tensor to a format with scales by blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantize {
-    /// Groups of lanes that look for the largest magnitude; 0: none do.
+    /// Number of groups of lanes that look for the largest magnitude; 0 if the scale is not computed.
     maxima: u64,
 }
 
-/// Blocks of a tensor; of NVFP4 down columns, pairs of them.
+/// Number of blocks of a tensor; for NVFP4 down columns, number of pairs of blocks.
 fn units(problem: &ValidQuantize) -> u64 {
     let (scales, spec) = (problem.of_scales(), QuantizeSpec::of(problem));
     let columns = if spec.along_dim || spec.pairs_of_rows { 1 } else { problem.format.elems_per_byte() };

@@ -1,5 +1,5 @@
-//! `simt`: every problem, a row at a time, but for gradients of biases and functions over lists of keys.
-//! Correct for all, fast for none.
+//! `simt`: computes every problem, one row at a time, except gradients of biases and functions over lists of keys. It
+//! is correct for all problems and fast for none.
 
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::lists::list_params;
@@ -20,7 +20,7 @@ const NAME: &str = "simt";
 /// Most shares of the query rows; each share has its own sums of the captured tensors' gradients.
 const MOST_SHARES: u64 = 4096;
 
-/// The forward.
+/// The forward, one row at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Simt;
 
@@ -188,7 +188,7 @@ impl SimtBwd {
     /// As [`Kernel::launch`].
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch_rows<D: Driver>(&self, steps: &Steps<D>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.0.bind(bind::bwd_params(call.problem, call.args), address);

@@ -69,7 +69,7 @@ pub(crate) fn plan(problem: &ValidFwd, facts: &impl Facts) -> Result<(Vec<Launch
 /// As [`fmha_core::Launch::launch`]; the steps are those of [`plan`], and the workspace has its bytes from `place` on.
 ///
 /// # Errors
-/// What the driver said.
+/// An error of the driver.
 pub(crate) unsafe fn run<D: Driver>(steps: &[Step<D>], call: &Call<'_, ValidFwd>, place: u64) -> Result<()> {
     if steps.is_empty() {
         return Ok(());

@@ -130,7 +130,7 @@ impl TileListPlan {
                 dims.seqlen_q, dims.seqlen_k, dims.batch
             ));
         }
-        // Whole lines of the L2.
+        // The counts begin at a multiple of 128 bytes, the L2's line.
         let counts = before.bytes.next_multiple_of(128);
         let blocks = (counts + 8 * rows).next_multiple_of(128);
         let list = TileList {
@@ -277,7 +277,7 @@ impl TileListPlan {
     /// check of their call. The stream is live, and the device entered.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub(crate) unsafe fn make_at<D: Driver>(
         &self,
         steps: [Option<&Step<D>>; 3],
@@ -303,7 +303,7 @@ impl TileListPlan {
     /// as large as the plan says.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn made<D: Driver>(
         &self,
         steps: &[Step<D>],

@@ -54,16 +54,16 @@ fn place(own: Workspace) -> u64 {
 /// [`workspace`] with the same `own`.
 ///
 /// # Errors
-/// What the driver said.
+/// An error of the driver.
 pub unsafe fn run<D: Driver>(
     steps: &Steps<D>,
     call: &Call<'_, ValidFwd>,
     own: Workspace,
 ) -> Result<FwdParams> {
     let mut params = fmha_core::bind::fwd_params(call.problem, call.args);
-    // A launch before a reader of a widened cache has updated that cache as it lies.
+    // If a launch before has converted the cache, the cache itself has been updated already.
     if is_wanted(call.problem) {
-        // SAFETY: the caller keeps the contract.
+        // SAFETY: the caller keeps the contract of this function, which is that of `run_alone`.
         params = unsafe { run_alone(steps, call, own)? };
     }
     if let Some(step) = steps.at(Stage::KeepMask) {
@@ -73,13 +73,13 @@ pub unsafe fn run<D: Driver>(
     Ok(params)
 }
 
-/// Queues the launch that updates the cache, where the plan has it; returns the parameters behind it.
+/// Queues the launch that updates the cache, if the plan has it; returns the parameters for the kernel that follows.
 ///
 /// # Safety
 /// As [`run`].
 ///
 /// # Errors
-/// What the driver said.
+/// An error of the driver.
 pub unsafe fn run_alone<D: Driver>(
     steps: &Steps<D>,
     call: &Call<'_, ValidFwd>,

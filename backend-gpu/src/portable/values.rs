@@ -25,9 +25,9 @@ const NAME: &str = "block_values";
 pub struct BlockValues {
     problem: ValidBwd,
     spec: BlockValuesSpec,
-    /// Where the values of Q, K and V begin, and where those of V end, bytes of the workspace.
+    /// Offsets in the workspace at which the values of Q, K and V begin, and at which those of V end.
     places: [u64; 4],
-    /// Pieces of rows, each a lane's.
+    /// Number of pieces of rows; each lane converts one.
     pieces: u64,
 }
 
@@ -64,7 +64,7 @@ impl BlockValues {
         Ok(Some(Self { problem, spec, places, pieces }))
     }
 
-    /// The problem over the values.
+    /// The problem whose Q, K and V are the values in the workspace.
     #[must_use]
     pub fn problem(&self) -> &ValidBwd {
         &self.problem
@@ -83,7 +83,7 @@ impl BlockValues {
         Ok(Workspace { bytes: self.places[3], ..own })
     }
 
-    /// A plan's detail about the values.
+    /// A detail for `explain` about the values.
     #[must_use]
     pub fn words(&self) -> (&'static str, String) {
         let bytes = self.places[3] - self.places[0];
@@ -105,7 +105,7 @@ impl BlockValues {
     /// As [`fmha_core::Launch::launch`]: the operands cover the problem, and the workspace is the plan's.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn write<D: Driver>(&self, steps: &Steps<D>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let Some(step) = steps.at(Stage::Widen) else { return Ok(()) };
         let fwd = call.problem.fwd();
@@ -142,13 +142,13 @@ impl BlockValues {
     }
 }
 
-/// A backward kernel that reads values, and its name in plans where they are written for it.
+/// A backward kernel that reads converted values. It has another name in plans where a launch writes them for it.
 pub trait ReadsValues<V: Vendor>: Kernel<ValidBwd, V> + Sized {
     /// Name of the kernel behind the launch that writes values.
     const OF_VALUES: &'static str;
 }
 
-/// A backward kernel behind the launch that writes values.
+/// A backward kernel that runs after the launch that writes values.
 pub struct OfValues<K> {
     values: BlockValues,
     kernel: K,
@@ -214,8 +214,8 @@ impl<V: Vendor, K: ReadsValues<V>> Kernel<ValidBwd, V> for OfValues<K> {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         // SAFETY: the caller keeps the contract of `launch`.
         unsafe { self.values.write(steps, call)? };
-        // SAFETY: the caller's promise for the operands, of which Q, K and V lie elsewhere: in the workspace, behind
-        // the kernel's own part of it, as large as the problem over the values requires.
+        // SAFETY: the caller promises that the operands are valid. Q, K and V are others: they lie in the workspace,
+        // behind the kernel's own part, and are as large as the problem over the values requires.
         self.values.with(call, |over| unsafe { self.kernel.launch(steps, over) })
     }
 }

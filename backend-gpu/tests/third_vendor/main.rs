@@ -47,13 +47,13 @@ impl Toy {
 /// Number that makes the driver refuse the launch of a kernel that adds it.
 const REFUSED: f32 = 999.0;
 
-/// A loaded kernel. Its "machine code" is its entry text: a number that it adds to each element.
+/// A loaded kernel. Its "machine code" is its entry text, which contains a number that it adds to each element.
 struct Loaded {
     driver: Arc<Toy>,
     adds: f32,
 }
 
-// SAFETY: the system's allocator gives memory to one owner; there is one queue, done at return.
+// SAFETY: the system's allocator gives memory to one owner; the only queue has completed its work when a call returns.
 unsafe impl Driver for Toy {
     type Kernel = Loaded;
     type Kept = ();
@@ -340,7 +340,7 @@ impl Kernel<ValidFwd, Third> for Staged {
         let mut whole = params(call.args, call.problem);
         for step in steps.iter() {
             let params = if step.stage == Stage::Prepare { &mut scratch } else { &mut whole };
-            // SAFETY: each takes one Params; core saw that O and the workspace are there.
+            // SAFETY: each kernel takes one Params; core saw that O and the workspace exist.
             unsafe { step.launch(&mut [(&raw mut *params).cast()], call.stream)? };
             // SAFETY: the first step has written it.
             whole.count = whole.count.min(unsafe { (*scratch.at * 1e6) as usize });
@@ -376,7 +376,7 @@ impl Kernel<ValidFwd, Third> for Slow {
 
     unsafe fn launch(&self, steps: &Steps<Toy>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let mut whole = params(call.args, call.problem);
-        // SAFETY: it takes one Params; core saw that O is there.
+        // SAFETY: the kernel takes one Params; core saw that O exists.
         unsafe { steps.main().launch(&mut [(&raw mut whole).cast()], call.stream) }
     }
 }

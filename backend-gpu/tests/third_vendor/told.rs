@@ -158,7 +158,7 @@ fn a_kernel_tells_that_it_is_compiled_once_and_found_afterwards() {
     assert_eq!(found, [(Level::Debug, words)]);
 }
 
-/// A timer whose seconds are given by a tile's field.
+/// A timer that reads the seconds from a field of the tile.
 struct Named;
 
 impl Timer for Named {

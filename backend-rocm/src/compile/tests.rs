@@ -51,7 +51,7 @@ fn compilers() -> Vec<Compiler> {
     all
 }
 
-/// The emulator's.
+/// The hipRTC library of the emulator.
 fn hiprtc() -> Option<Hiprtc> {
     let double = Double { file: "libfmha_emu_hiprtc.so", package: "fmha-emu-hiprtc" };
     let found = double.find().and_then(|path| search::hiprtc_at(&[path]));
@@ -63,7 +63,7 @@ fn either_compiler_makes_code_for_the_architecture_and_reads_what_it_takes() {
     for compiler in compilers() {
         let output = compiler.compile(&job("#define WORDS 256\n")).unwrap();
         let identity = compiler.identity();
-        // ELF, of 64 bits, little-endian, for AMDGPU (224).
+        // The code object is an ELF file of 64 bits, little-endian, for AMDGPU (224).
         assert_eq!(output.machine[..6], *b"\x7fELF\x02\x01", "{identity}");
         assert_eq!(output.machine[18..20], 224u16.to_le_bytes(), "{identity}");
         assert_eq!(output.resources.shared_bytes, Some(1024), "{identity}");

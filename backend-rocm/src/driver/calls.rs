@@ -37,7 +37,7 @@ unsafe impl GpuDriver for Driver {
         self.select()
     }
 
-    /// HIP aligns the memory to 256 bytes.
+    /// HIP aligns allocated memory to 256 bytes.
     fn alloc(&self, bytes: u64) -> Result<u64> {
         let _selected = self.select()?;
         let size = usize::try_from(bytes.max(1)).map_err(|_| Error::System {
@@ -67,7 +67,7 @@ unsafe impl GpuDriver for Driver {
         self.check("hipStreamSynchronize", unsafe { (self.hip.hipStreamSynchronize)(std::ptr::null_mut()) })
     }
 
-    /// Kernels here have no dynamic LDS.
+    /// The kernels of this backend use no dynamic LDS.
     fn load(self: &Arc<Self>, image: &[u8], entry: &str, _lds_bytes: u32) -> Result<Function> {
         Driver::load(self, image, entry)
     }

@@ -71,7 +71,7 @@ impl Driver {
     /// The device's name and architecture.
     ///
     /// # Errors
-    /// What the driver said; [`Error::NoDevice`] for libraries before ROCm 6.
+    /// An error of the driver; [`Error::NoDevice`] for libraries before ROCm 6.
     pub(crate) fn info(&self) -> Result<DeviceInfo> {
         let Some(get) = self.hip.hipGetDevicePropertiesR0600 else {
             return Err(Error::NoDevice(
@@ -111,7 +111,7 @@ impl Driver {
         })?;
         let mut function =
             Function { driver: self.clone(), module: std::ptr::null_mut(), function: std::ptr::null_mut() };
-        // SAFETY: `image` is a whole ELF, which says its own size.
+        // SAFETY: `image` is a complete ELF file, which contains its own size.
         let status = unsafe { (self.hip.hipModuleLoadData)(&raw mut function.module, image.as_ptr().cast()) };
         self.check("hipModuleLoadData", status)?;
         // SAFETY: the module is loaded; the name ends in NUL.
@@ -156,7 +156,7 @@ pub(super) struct Selected<'a> {
 impl Drop for Selected<'_> {
     fn drop(&mut self) {
         if let Some(callers) = self.callers {
-            // SAFETY: it was current a moment ago, so it exists.
+            // SAFETY: the caller's device was current a moment ago, so it exists.
             unsafe { (self.hip.hipSetDevice)(callers) };
         }
     }
@@ -185,6 +185,8 @@ impl Drop for Function {
     }
 }
 
+/// Copies the driver's text.
+///
 /// # Safety
 /// `text` is null or a C string.
 pub(crate) unsafe fn owned(text: *const c_char) -> String {

@@ -21,7 +21,7 @@ const ROCTX: [&str; 5] = [
     "libroctx64.so.4",
 ];
 
-/// libamdhip64, from the loader's path, then `$ROCM_PATH/lib`, then `/opt/rocm/lib`.
+/// Opens libamdhip64 from the loader's path, then `$ROCM_PATH/lib`, then `/opt/rocm/lib`.
 ///
 /// # Errors
 /// [`Error::NoDevice`] with every name that was tried and the loader's message for it.
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn an_incomplete_library_is_refused_with_what_it_lacks() {
-        // libc is a library, but not HIP.
+        // libc opens as a library, but has none of HIP's functions.
         let error =
             hip_at(&[PathBuf::from("libc.so.6")]).err().map(|error| error.to_string()).unwrap_or_default();
         assert!(error.contains("libc.so.6 lacks hipInit, "), "{error}");

@@ -9,7 +9,7 @@ use libloading::Library;
 
 /// `hipError_t`: 0 is success.
 pub(crate) type HipStatus = c_int;
-/// Device memory, a stream, a module, ...: never dereferenced here.
+/// Device memory, a stream, a module or the like. This crate never dereferences it.
 pub(crate) type Handle = *mut c_void;
 
 /// `hipDeviceProp_tR0600` as raw bytes; the offsets of the fields read here are those of ROCm 6 and 7.
@@ -51,7 +51,7 @@ macro_rules! functions {
                     return Err(missing);
                 }
                 $(
-                    // SAFETY: the name belongs to HIP, whose header gives this type.
+                    // SAFETY: HIP exports this name, and its header gives this type.
                     let $name = unsafe {
                         library.get::<unsafe extern "C" fn($($type),*) -> $result>(
                             concat!(stringify!($name), "\0").as_bytes(),
@@ -82,7 +82,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// libamdhip64.
+    /// The functions of libamdhip64.
     pub(crate) struct Hip;
     required fn hipInit(flags: c_uint) -> HipStatus;
     required fn hipGetErrorString(status: HipStatus) -> *const c_char;
@@ -132,7 +132,7 @@ functions! {
 }
 
 functions! {
-    /// libhiprtc.
+    /// The functions of libhiprtc.
     pub(crate) struct Hiprtc;
     required fn hiprtcCreateProgram(
         program: *mut Handle,

@@ -29,10 +29,10 @@ fn only_the_test_double_checks_bounds_and_only_a_device_has_a_clock() {
 fn memory_that_was_given_back_is_gone() {
     let Some(driver) = driver() else { return };
     let address = driver.alloc(64).unwrap();
-    // SAFETY: the double knows its addresses from all others.
+    // SAFETY: the double recognises its own addresses among all others.
     let read = || unsafe { driver.read(address as *const u8, &mut [0; 64]) };
     assert!(read().is_ok());
-    // SAFETY: the double knows its addresses from all others.
+    // SAFETY: the double recognises its own addresses among all others.
     unsafe { driver.free(address) };
     assert!(read().unwrap_err().to_string().starts_with("hipMemcpyDtoH failed with 1:"));
 }

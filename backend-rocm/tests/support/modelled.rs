@@ -28,7 +28,7 @@ pub(crate) fn tools_are_there() -> bool {
     there
 }
 
-/// The table, tab-separated, with a header line: the rows of `dtypes`.
+/// The table for the types that `dtypes` accepts, tab-separated, with a header line.
 pub(crate) fn table(dtypes: fn(DType) -> bool) -> String {
     let mut text = COLUMNS.to_owned();
     let mut kinds = Vec::new();
@@ -273,7 +273,7 @@ fn figures(arch: Arch, call: &str, code: &[u8], waves: u64) -> String {
     )
 }
 
-/// A file of this thread.
+/// Path of a temporary file for this thread.
 fn scratch(arch: Arch, extension: &str) -> PathBuf {
     let thread = format!("{:?}", std::thread::current().id()).replace(['(', ')'], "");
     let name = format!("fmha-modelled-{}-{thread}-{}.{extension}", std::process::id(), arch.name());
@@ -411,7 +411,7 @@ fn passes(arch: Arch, main_loop: &[String]) -> Passes {
     let pressure: Vec<f64> =
         pressure.split_whitespace().map(|number| number.parse().unwrap_or(0.0)).collect();
     let uncounted = F8F6F4_UNCOUNTED * main_loop.iter().filter(|text| text.contains("f8f6f4")).count() as f64;
-    // HWBranch, HWExport, HWLGKM, HWSALU, HWVALU, HWVMEM, HWXDL.
+    // The columns are llvm-mca's units HWBranch, HWExport, HWLGKM, HWSALU, HWVALU, HWVMEM and HWXDL.
     let of = |name: &str| main_loop.iter().filter(|text| text.contains(name)).count() as f64;
     let uncounted_exp = if arch == Arch::Gfx950 { 1.0 } else { 3.0 };
     Passes {

@@ -22,6 +22,8 @@ pub(crate) struct PointedCode {
 }
 
 impl PointedCode {
+    /// Reads the texts and the captures.
+    ///
     /// # Safety
     /// Texts and names are null or C strings, `captured` is null or as many as the struct says.
     pub(crate) unsafe fn read(code: &FmhaCode) -> Result<Self> {
@@ -83,7 +85,7 @@ impl PointedCode {
         Ok(problem.score_code(self.score.clone()).mask_code(self.mask.clone()).captured(tensors))
     }
 
-    /// Which gradients a call wants.
+    /// The gradients of captured tensors that a call wants.
     pub(crate) fn gradients(&self) -> Result<Vec<CapturedGrad>> {
         let wanted = self.captured.iter().filter(|(_, given)| given.write_grad != 0);
         wanted
@@ -103,7 +105,7 @@ impl PointedCode {
                 .position(|(name, _)| name.to_bytes() == wanted.as_bytes())
                 .unwrap_or_default()
         };
-        // Every name is read by a function, or the problem was refused.
+        // A function reads every name; otherwise the problem would have been refused.
         let read = |(name, given): &(CString, FmhaCaptured)| {
             let name = name.to_string_lossy().into_owned();
             let kind =
@@ -162,7 +164,7 @@ struct Planned {
     has_grad: bool,
 }
 
-/// The function of a text.
+/// Parses the text of a function.
 ///
 /// # Safety
 /// `given` is null or a C string.

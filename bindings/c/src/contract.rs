@@ -47,7 +47,7 @@ impl Seen {
         }
     }
 
-    /// Fields that held one value alone. Of a struct those are asked for that it consists of.
+    /// Fields that had only one value. Of a struct, its own fields are checked instead.
     fn constant(&self) -> Vec<&str> {
         let consists = |value: &String| value.ends_with(['{', '(', '[']);
         let one = self.0.iter().filter(|(_, held)| held.len() < 2 && !held.iter().any(consists));
@@ -85,7 +85,7 @@ fn plain() -> FmhaProblem {
     )
 }
 
-/// Problems that differ from the plain one in a thing or two each.
+/// Problems that differ from the plain one in one or two settings each.
 fn problems() -> Vec<FmhaProblem> {
     let base = plain();
     let biased = with!(base, bias = strides(1), bias_kind = FMHA_BIAS_ELEMENTWISE, dtype_bias = FMHA_F32);
@@ -149,7 +149,7 @@ fn lists() -> Vec<FmhaLists> {
     ]
 }
 
-/// Second caches, with lists and masks that the caller keeps.
+/// Second caches, whose lists and masks the caller owns.
 fn seconds(lists: &[FmhaLists], masks: &[FmhaMasks]) -> Vec<FmhaSecond> {
     let base = with!(new!(FmhaSecond), seqlen_k = 3, k = strides(1), v = strides(1));
     let other = with!(base, seqlen_k = 4, k = strides(2), v = strides(2), seqused_k = 1);
@@ -176,7 +176,7 @@ fn parts() -> [FmhaPart; 2] {
     [of(1), of(2)]
 }
 
-/// A tensor of one axis, one of two, and a number.
+/// The captures are a tensor of one axis, a tensor of two axes, and a number.
 fn captured() -> [FmhaCaptured; 3] {
     // SAFETY: numbers and pointers, of which all bits may be 0.
     let none: FmhaCaptured = unsafe { std::mem::zeroed() };

@@ -37,7 +37,7 @@ pub(crate) enum AnyPass {
     Backward(BwdProblem),
 }
 
-/// The struct behind a pointer in another struct; its stated size must be the one that this library was built with.
+/// The struct to which a pointer in another struct points. Its size must be the one with which this library was built.
 ///
 /// # Safety
 /// `at` is null or a struct of C, which begins with its size.
@@ -144,7 +144,7 @@ unsafe fn forward(given: &FmhaProblem, mask: MaskSpec) -> Result<FwdProblem> {
     Ok(problem)
 }
 
-/// The backward problem of a forward one.
+/// The backward problem that belongs to a forward one.
 fn backward(given: &FmhaProblem, gradients: &FmhaGradients, fwd: FwdProblem) -> Result<BwdProblem> {
     none("reserved", gradients.reserved)?;
     for (field, wanted) in
@@ -198,7 +198,7 @@ pub(crate) unsafe fn mask(given: &FmhaProblem) -> Result<MaskSpec, ProblemError>
     }
 }
 
-/// The problem with the cache's use by `FmhaCache`.
+/// The problem with the settings of `FmhaCache` applied.
 fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
     let seqlen_new = size("seqlen_new", cache.seqlen_new)?;
     let packed = flag("packed_new", cache.packed_new)?;
@@ -289,7 +289,7 @@ pub(crate) fn key_lists(problem: &FwdProblem, lists: &FmhaLists) -> Result<KeyLi
         .lse_without_sink(flag("lse_without_sink", lists.lse_without_sink)?))
 }
 
-/// Where a call stands in its whole.
+/// The position of a call in the whole of which it is a part.
 fn part(part: &FmhaPart) -> Result<Part, ProblemError> {
     let (seqlen_q, seqlen_k) = (size("seqlen_q", part.seqlen_q)?, size("seqlen_k", part.seqlen_k)?);
     let num_heads_q = size("num_heads_q", part.num_heads_q)?;
@@ -361,7 +361,7 @@ pub(crate) unsafe fn parts(args: &FmhaCombineArgs, num_parts: u32) -> Result<&[F
     Ok(unsafe { std::slice::from_raw_parts(args.parts, num_parts as usize) })
 }
 
-/// The device of a name; null: the first of CUDA.
+/// The device with this name; null is the first CUDA device.
 ///
 /// # Safety
 /// `name` is null or a C string.
@@ -384,10 +384,12 @@ pub struct Choice {
 }
 
 impl Choice {
+    /// Reads the options of a plan.
+    ///
     /// # Safety
     /// `options` is null or options whose strings are null or C strings.
     pub(crate) unsafe fn read(options: *const FmhaOptions) -> Result<Self> {
-        // SAFETY: promised by the caller: `options` is null or options whose strings are null or C strings.
+        // SAFETY: the caller promises that `options` is null or options whose strings are null or C strings.
         let Some(options) = (unsafe { options.as_ref() }) else { return Ok(Self::default()) };
         struct_bytes::<FmhaOptions>(options.struct_bytes)?;
         none("reserved", options.reserved)?;
@@ -423,6 +425,8 @@ pub fn tile_options(text: &str) -> Result<Vec<(String, String)>, ProblemError> {
         .collect()
 }
 
+/// Reads a C string.
+///
 /// # Safety
 /// `pointer` is null or a C string that outlives the call.
 pub(crate) unsafe fn c_str<'a>(pointer: *const c_char) -> Option<&'a CStr> {
@@ -497,7 +501,7 @@ pub(crate) fn totals(problem: &FwdProblem, args: &FmhaArgs) -> Result<Totals, Pr
     })
 }
 
-/// Strides of 0 over batch or head are a bias that is shared.
+/// A bias with stride 0 over batch or head is shared by all sequences or heads.
 fn bias(given: &FmhaProblem) -> Result<Bias, ProblemError> {
     let bias = match given.bias_kind {
         FMHA_BIAS_NONE => Bias::None,

@@ -186,7 +186,7 @@ mod tests {
             dtype_q = FMHA_F32,
             dtype_k = FMHA_F32
         );
-        // SAFETY: all pointers are to live memory of the sizes that the call says.
+        // SAFETY: all pointers point to live memory of the sizes that the call states.
         assert_eq!(unsafe { fmha_index_loss(c"cpu".as_ptr(), &raw const call) }, 0);
         let wanted = 0.25 * 0.5f32.ln() + 0.75 * 1.5f32.ln();
         assert!((loss[0] - wanted).abs() < 1e-6 && loss[1] == 0.0, "{loss:?}");
@@ -194,7 +194,7 @@ mod tests {
 
         let halves = [0.5f32, 1.0];
         let scaled = with!(call, dloss = halves.as_ptr(), loss = null_mut(), dq = null_mut());
-        // SAFETY: all pointers are to live memory of the sizes that the call says.
+        // SAFETY: all pointers point to live memory of the sizes that the call states.
         assert_eq!(unsafe { fmha_index_loss(null(), &raw const scaled) }, 0);
         assert_eq!(dk, [0.125, 0.0, -0.125]);
 

@@ -67,7 +67,7 @@ fn not_null<T>(field: &'static str, ptr: *const T) -> Result<()> {
     }
 }
 
-/// Makes a plan, of attention or of a merge, and stores it in `*plan`.
+/// Makes a plan of any kind and stores it in `*plan`.
 ///
 /// # Safety
 /// As `fmha_plan`; `make` may read what `problem` points to.
@@ -92,7 +92,7 @@ unsafe fn make_plan<P>(
     })
 }
 
-/// Runs a plan, of attention or of a merge.
+/// Runs a plan of any kind.
 ///
 /// # Safety
 /// As `fmha_run`; `run` may read and write what `args` points to.
@@ -134,9 +134,9 @@ pub unsafe extern "C" fn fmha_plan(
     }
 }
 
-/// Queues a run on its stream and returns: on a device it neither allocates nor waits.
-/// Returns 0, or not 0 (see `fmha_last_error`) with nothing launched, unless the driver itself failed.
-/// What the problem has and the arguments lack is refused by its name, and the other way round.
+/// Queues a run on its stream and returns: on a device it neither allocates nor waits. Returns 0, or not 0 (see
+/// `fmha_last_error`) with nothing launched, unless the driver itself failed. An argument that the problem needs and
+/// that is missing is refused by its name, and so is one that the problem does not have.
 ///
 /// # Safety
 /// `plan` is null or from `fmha_plan`; `args` is null or arguments whose pointers are null or memory of the
@@ -258,13 +258,14 @@ pub unsafe extern "C" fn fmha_run_quantize(plan: *const FmhaPlan, args: *const F
     unsafe { run_plan(plan, args, FmhaPlan::run_quantize) }
 }
 
-/// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
+/// Returns the plan's description for people to read, one fact a line: kernel, tile, promises, refusals. The text lives
+/// as long as the plan.
 ///
 /// # Safety
 /// `plan` is null (then so is the text) or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char {
-    // SAFETY: promised by the caller: `plan` is null (then so is the text) or from `fmha_plan`.
+    // SAFETY: the caller promises that `plan` is null (then so is the text) or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
@@ -275,11 +276,11 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
 /// `plan` is null or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_workspace_bytes(plan: *const FmhaPlan) -> u64 {
-    // SAFETY: promised by the caller: `plan` is null or from `fmha_plan`.
+    // SAFETY: the caller promises that `plan` is null or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(0, FmhaPlan::workspace_bytes)
 }
 
-/// Drops a plan whose work is done. Null is taken.
+/// Destroys a plan whose work is done. A null pointer is ignored.
 ///
 /// # Safety
 /// `plan` is null or from `fmha_plan`, and not dropped before.
@@ -294,10 +295,11 @@ pub unsafe extern "C" fn fmha_drop(plan: *mut FmhaPlan) {
     });
 }
 
-/// An object for the masks, as data or as code, of calls of `forward`, `backward` or both, either of which may be null:
-/// memory for copies of their tensors, and for the lists of tiles that kernels walk. `args` are those of one of the
-/// calls: total_q and total_k are read, and no address. Returns 0 and sets `*object`, or not 0 (see `fmha_last_error`)
-/// with `*object` untouched. Refused where a mask as code captures a tensor.
+/// Makes an object for the masks, as data or as code, of calls of the plans `forward`, `backward` or both; either may
+/// be null. The object has memory for copies of the masks' tensors, and for the lists of tiles that kernels read.
+/// `args` are the arguments of one of the calls, of which only total_q and total_k are read. Returns 0 and sets
+/// `*object`, or not 0 (see `fmha_last_error`) with `*object` untouched. A mask as code that captures a tensor is
+/// refused.
 ///
 /// # Safety
 /// `forward` and `backward` are null or from `fmha_plan`; `args` is null or arguments; `object` is null or writable.
@@ -319,10 +321,10 @@ pub unsafe extern "C" fn fmha_mask_object(
     })
 }
 
-/// Queues copies of the arguments' mask tensors and the making of the lists on the arguments' stream, and returns: runs
-/// whose FmhaArgs.built is the object read that, until it is built again. It may be captured: each replay builds.
-/// `plan` is one of the object's; of its arguments lengths, masks and captured numbers alone are read. Whoever builds
-/// waits for runs on other streams that use the object.
+/// Queues copies of the arguments' mask tensors and the making of the lists on the arguments' stream, and returns. Runs
+/// whose FmhaArgs.built is the object then use these masks, until it is built again. The call may be captured into a
+/// graph: each replay builds. `plan` is one of the object's plans; of the arguments only lengths, masks and captured
+/// numbers are read. The caller first waits for runs on other streams that use the object.
 ///
 /// # Safety
 /// `object` is null or from `fmha_mask_object`; the rest as `fmha_run`.
@@ -341,7 +343,7 @@ pub unsafe extern "C" fn fmha_build_mask(
     })
 }
 
-/// Drops an object that no work uses any more. Null is taken.
+/// Destroys a mask object that no work uses any more. A null pointer is ignored.
 ///
 /// # Safety
 /// `object` is null or from `fmha_mask_object`, and not dropped before.
@@ -362,7 +364,7 @@ pub struct FmhaBuffer {
     memory: DevBuffer,
 }
 
-/// New memory of a device, named as for `fmha_plan`, aligned to 256 bytes; its contents mean nothing.
+/// Allocates memory of a device, which is named as for `fmha_plan`. It is aligned to 256 bytes and not initialised.
 /// Returns 0 and sets `*buffer`, or not 0 (see `fmha_last_error`) with `*buffer` untouched.
 ///
 /// # Safety
@@ -384,13 +386,14 @@ pub unsafe extern "C" fn fmha_buffer(
     })
 }
 
-/// The buffer's first byte, in the memory of its device. Host code can read and write a CPU buffer through it.
+/// Returns the address of the buffer's first byte, in the memory of its device. Host code can read and write a CPU
+/// buffer through it.
 ///
 /// # Safety
 /// `buffer` is null (then so is the address) or from `fmha_buffer`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_buffer_data(buffer: *const FmhaBuffer) -> *mut c_void {
-    // SAFETY: promised by the caller: `buffer` is null (then so is the address) or from `fmha_buffer`.
+    // SAFETY: the caller promises that `buffer` is null (then so is the address) or from `fmha_buffer`.
     unsafe { buffer.as_ref() }.map_or(std::ptr::null_mut(), |buffer| buffer.memory.as_ptr().cast())
 }
 
@@ -412,8 +415,8 @@ pub unsafe extern "C" fn fmha_upload(buffer: *mut FmhaBuffer, from: *const c_voi
     })
 }
 
-/// Waits for what is queued on the default stream, then copies the front of the buffer to host memory. Who runs calls
-/// on a stream of their own waits for that first.
+/// Waits for the work queued on the default stream, then copies the front of the buffer to host memory. A caller that
+/// uses another stream must wait for that stream first.
 ///
 /// # Safety
 /// `buffer` is null or from `fmha_buffer`; `to` is null or so many bytes.
@@ -439,7 +442,7 @@ fn fitting(bytes: u64, memory: &DevBuffer) -> Result<usize> {
     usize::try_from(bytes).ok().filter(|_| bytes <= has).ok_or_else(|| refused().into())
 }
 
-/// Gives the memory back, whose work is done. Null is taken.
+/// Frees a buffer that no work uses any more. A null pointer is ignored.
 ///
 /// # Safety
 /// `buffer` is null or from `fmha_buffer`, and not dropped before.

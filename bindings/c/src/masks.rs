@@ -54,7 +54,7 @@ fn lists(given: &FmhaMasks) -> Result<Option<BlockLists>, ProblemError> {
             goes_with(field, room, list)?;
             return Ok(None);
         }
-        // Counts have no axis behind that of the blocks.
+        // Counts have no axis behind the axis of blocks.
         let counts = Strides { dim: 1, ..strides(counts) };
         let max_blocks = size(field, room)?;
         Ok::<_, ProblemError>(Some(BlockList { max_blocks, counts, indices: strides(indices) }))
@@ -83,7 +83,7 @@ fn lists(given: &FmhaMasks) -> Result<Option<BlockLists>, ProblemError> {
     }))
 }
 
-/// A batch stride of 0 is one mask for all sequences.
+/// A batch stride of 0 means one mask for all sequences.
 fn axes(given: &FmhaStrides, heads: u32) -> MaskAxes {
     MaskAxes { per_batch: given.batch_stride != 0, heads }
 }
@@ -95,6 +95,8 @@ pub struct FmhaMaskObject {
 }
 
 impl FmhaMaskObject {
+    /// Makes a mask object.
+    ///
     /// # Errors
     /// As [`MaskObject::new`].
     pub(crate) fn new(forward: Option<&FwdPlan>, backward: Option<&BwdPlan>, totals: Totals) -> Result<Self> {
@@ -115,7 +117,7 @@ impl FmhaMaskObject {
         unsafe { object.build_on_raw(seq, masks, numbers, stream) }
     }
 
-    /// Bytes of the device's memory that it takes.
+    /// Number of bytes of the device's memory that the object takes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.object.read().unwrap_or_else(PoisonError::into_inner).bytes()

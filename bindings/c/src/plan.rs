@@ -193,7 +193,7 @@ impl FmhaPlan {
                 "workspace is given, but the plan has its own: caller_workspace 0".into(),
             ),
             Scratch::Own(own) => Ok(own.as_ref().map(|own| {
-                // SAFETY: the buffer is this plan's, whose runs are one at a time.
+                // SAFETY: the buffer belongs to this plan, whose runs do not overlap.
                 unsafe { memory.write(own.as_ptr(), own.bytes(), ElemType::Scratch) }
             })),
             Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
@@ -449,7 +449,7 @@ impl FmhaPlan {
         // SAFETY: the caller keeps the contract of `run_combine`.
         let parts = unsafe { host::parts(given, problem.num_parts)? };
         let lse_bytes = problem.lse_elems() * 4;
-        // Parts that are added have no LSE that anybody reads.
+        // LSE of parts that are only added is not read.
         let part_lse_bytes = if problem.adds() { 0 } else { lse_bytes };
         let mut inputs = Vec::with_capacity(parts.len());
         let of_parts = (problem.part, problem.shape());
@@ -521,7 +521,7 @@ impl FmhaPlan {
 /// it for its alignment.
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
-/// The error where `field` has a plan of a kind that does not go with it, as when a mask object is made of a merge.
+/// The error for a `field` whose plan is of the wrong kind, for example a mask object made of a merge.
 fn not_of(field: &'static str, planned: &Planned) -> Result<FmhaMaskObject> {
     let kind = match planned {
         Planned::Forward(..) => "forward",
@@ -830,7 +830,7 @@ impl Memory {
         unsafe { self.needed(name, at, ValidFwd::extent_bytes(strides, shape, dtype), dtype) }
     }
 
-    /// A tensor of bytes that this type names.
+    /// Reads a tensor of bytes with this element type.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`].
@@ -862,7 +862,7 @@ impl Memory {
         Ok(unsafe { self.write(at.cast(), bytes, dtype) })
     }
 
-    /// An operand that the problem has.
+    /// Reads an operand that the problem needs.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`].
@@ -879,7 +879,7 @@ impl Memory {
         Ok(unsafe { self.read(at.cast(), bytes, elem) })
     }
 
-    /// An operand that the problem has or is without.
+    /// Reads an operand if the problem has it, and refuses it otherwise.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`].
@@ -900,7 +900,7 @@ impl Memory {
         Ok(None)
     }
 
-    /// An output that the problem has or is without.
+    /// An output if the problem has it; refuses it otherwise.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`].

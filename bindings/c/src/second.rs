@@ -76,6 +76,8 @@ impl Memory {
         unsafe { self.alone(&cache.alone(problem), second, given) }.map(Some).map_err(named)
     }
 
+    /// Reads the arguments of a call on the second cache alone.
+    ///
     /// # Safety
     /// As [`Self::second`].
     unsafe fn alone<'a>(
@@ -84,7 +86,7 @@ impl Memory {
         second: &FmhaSecondArgs,
         given: &FmhaArgs,
     ) -> Result<SecondArgs<'a>> {
-        // The call with the keys of the second cache, and no mask of the first's.
+        // Arguments with the keys of the second cache, and without the masks of the first cache.
         let given = FmhaArgs {
             cu_seqlens_k: second.cu_seqlens_k,
             seqused_k: second.seqused_k,
@@ -116,7 +118,7 @@ impl Memory {
                 Some(self.input("v", second.v, (alone.strides.v, extents.v), alone.stored_v())?)
             };
             let mut seq = self.seq(alone, &given, totals)?;
-            // Queries are the call's.
+            // Queries are those of the call itself.
             (seq.cu_seqlens_q, seq.seqused_q, seq.totals.total_q) = (None, None, None);
             let masks = self.masks(alone, &given, totals)?;
             Ok(SecondArgs::new(k, v).seq(seq).intervals(masks.intervals))

@@ -24,7 +24,7 @@ pub const FMHA_V_COL_MAJOR: i32 = 1;
 
 /// The running maximum of a row may lag by a bounded factor: the default.
 pub const FMHA_FAST: i32 = 0;
-/// The true running maximum is subtracted, or a refusal.
+/// The true running maximum is subtracted; a kernel that cannot do so refuses.
 pub const FMHA_EXACT: i32 = 1;
 
 /// Partial results are weighted by their LSE: the default.
@@ -57,20 +57,20 @@ pub const FMHA_SCALE_GIVEN: i32 = 1;
 /// The scale of a tensor is written: its largest magnitude / 2688.
 pub const FMHA_SCALE_WRITTEN: i32 = 2;
 
-/// No bias.
+/// A call without a bias.
 pub const FMHA_BIAS_NONE: i32 = 0;
-/// A bias [batch, num_heads_q, seqlen_q, seqlen_k] of numbers.
+/// An elementwise bias [batch, num_heads_q, seqlen_q, seqlen_k].
 pub const FMHA_BIAS_ELEMENTWISE: i32 = 1;
-/// ALiBi with slopes [num_heads_q].
+/// An ALiBi bias with slopes [num_heads_q].
 pub const FMHA_BIAS_ALIBI: i32 = 2;
-/// ALiBi with slopes [batch, num_heads_q].
+/// An ALiBi bias with slopes [batch, num_heads_q].
 pub const FMHA_BIAS_ALIBI_PER_BATCH: i32 = 3;
 
-/// No factor: 1.
+/// An FP8 tensor without a factor, as if the factor were 1.
 pub const FMHA_DESCALE_NONE: i32 = 0;
-/// A factor for each sequence and kv head, f32 [batch, num_heads_kv].
+/// One factor for each sequence and kv head, f32 [batch, num_heads_kv].
 pub const FMHA_DESCALE_PER_KV_HEAD: i32 = 1;
-/// One factor, f32 [1].
+/// One factor for the whole tensor, f32 [1].
 pub const FMHA_DESCALE_PER_TENSOR: i32 = 2;
 
 /// Every list has topk entries.
@@ -91,7 +91,7 @@ pub struct FmhaStrides {
     pub seqlen_stride: i64,
     /// Stride from head to head.
     pub head_stride: i64,
-    /// Stride from element to element of a row: 1, but for a column-major V.
+    /// Stride from one element of a row to the next: 1, except for a column-major V.
     pub dim_stride: i64,
 }
 
@@ -99,7 +99,7 @@ pub struct FmhaStrides {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaGradients {
-    /// sizeof(FmhaGradients).
+    /// Size of this struct in bytes: sizeof(FmhaGradients).
     pub struct_bytes: u64,
     /// Gradient of O, shape and type of O.
     pub dout: FmhaStrides,
@@ -122,7 +122,7 @@ pub struct FmhaGradients {
     pub write_dsink: i32,
     /// 1: LSE has a gradient, which is read; else 0.
     pub has_dlse: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -131,12 +131,12 @@ pub struct FmhaGradients {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCache {
-    /// sizeof(FmhaCache).
+    /// Size of this struct in bytes: sizeof(FmhaCache).
     pub struct_bytes: u64,
-    /// New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
-    /// the longest; 0: none.
+    /// Number of new rows of a sequence, which are written to K and V from row seqused_k[b] on before attention reads
+    /// them; packed: of the longest sequence; 0: none.
     pub seqlen_new: i64,
-    /// Rows of rotary_cos and rotary_sin; 0: no rotary embedding.
+    /// Number of rows of rotary_cos and rotary_sin; 0: no rotary embedding.
     pub max_pos: i64,
     /// New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
     pub k_new: FmhaStrides,
@@ -148,7 +148,7 @@ pub struct FmhaCache {
     pub k_scale: FmhaStrides,
     /// Scales of V, as k_scale.
     pub v_scale: FmhaStrides,
-    /// Rows that share a scale, beside dtype_cache: 1: a scale for each token and head; 0: no scales by rows.
+    /// Number of rows that share a scale, with dtype_cache; 1: each token and head has a scale; 0: rows have no scales.
     pub scale_block: i64,
     /// 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
     pub packed_new: i32,
@@ -171,20 +171,20 @@ pub struct FmhaCache {
     pub cache_rows: i32,
 }
 
-/// Place of a call within a larger one that it is a part of: its first query, key, sequence and head. Mask,
-/// ALiBi and dropout see positions of the whole, so a part computes the same as inside of the whole; bias and
-/// keep mask are the call's own.
+/// Position of a call in a larger whole of which it is a part: its first query, key, sequence and head. Mask, ALiBi and
+/// dropout use positions of the whole, so a part has the same results as inside the whole. The bias and the keep mask
+/// cover only the call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaPart {
-    /// sizeof(FmhaPart).
+    /// Size of this struct in bytes: sizeof(FmhaPart).
     pub struct_bytes: u64,
     /// Position in the whole of the call's first query; one number for all sequences.
     pub position_q: i64,
     /// Position in the whole of the call's first key; one number for all sequences.
     pub position_k: i64,
-    /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
-    /// whole ends where the part does.
+    /// Number of queries of each whole sequence, for the diagonal of a bottom-right mask; with 0 (and seqlen_k 0) the
+    /// whole ends where the part ends.
     pub seqlen_q: i64,
     /// Number of keys of each whole sequence, as seqlen_q is that of its queries.
     pub seqlen_k: i64,
@@ -192,7 +192,7 @@ pub struct FmhaPart {
     pub batch: i64,
     /// Index of the first query head, for dropout.
     pub head: i64,
-    /// Query heads of the whole, for dropout; 0: as many as the call has.
+    /// Number of query heads of the whole, for dropout; 0: as many as the call has.
     pub num_heads_q: i64,
 }
 
@@ -201,11 +201,11 @@ pub struct FmhaPart {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaLists {
-    /// sizeof(FmhaLists).
+    /// Size of this struct in bytes: sizeof(FmhaLists).
     pub struct_bytes: u64,
-    /// Entries of each token's list of keys.
+    /// Number of entries of each token's list of keys.
     pub topk: i64,
-    /// Elements of the indices from sequence to sequence; packed: not used.
+    /// Stride of the indices from one sequence to the next; packed: not used.
     pub batch_stride: i64,
     /// Stride from one token's list to the next.
     pub seqlen_stride: i64,
@@ -216,7 +216,7 @@ pub struct FmhaLists {
     /// 1: list entries are addresses page * page_size + offset in the pages of K and V, and there is no
     /// block_table; else 0.
     pub addresses: i32,
-    /// Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
+    /// Number of keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: one key.
     pub block: i32,
     /// 1: LSE is over the keys alone and excludes the sink; else 0.
     pub lse_without_sink: i32,
@@ -225,24 +225,25 @@ pub struct FmhaLists {
 /// Most axes of a tensor that a score or mask function captures.
 pub const FMHA_MAX_RANK: usize = 5;
 
-/// A tensor or a number that a score or a mask captures. Which of both it is, and what its elements are, is said
-/// where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]". A number has a name alone.
+/// A tensor or a number that a score or a mask captures. The declaration of its name in the text says which of the two
+/// it is, and the type of its elements: "slopes: f32[_]; cap: float; s + cap * slopes[h]". For a number, only the name
+/// is set.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCaptured {
-    /// Host memory: the name in the texts.
+    /// Name of the tensor or number in the texts, in host memory.
     pub name: *const c_char,
     /// Extents of a tensor: the first num_dims of them are used, each 1 or more.
     pub shape: [i64; FMHA_MAX_RANK],
-    /// Elements from an index of an axis to the next: 0 or more each.
+    /// Stride of each axis in elements, 0 or more.
     pub strides: [i64; FMHA_MAX_RANK],
-    /// A tensor's axes: 0 to FMHA_MAX_RANK; of a number 0.
+    /// Number of a tensor's axes, 0 to FMHA_MAX_RANK; 0 for a number.
     pub num_dims: i32,
     /// Type of the gradient: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
     pub dtype_grad: i32,
-    /// Backward: 1: the gradient of a tensor of floats is written; else 0.
+    /// 1: in a backward call, the gradient of a captured float tensor is written; else 0.
     pub write_grad: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -253,7 +254,7 @@ pub struct FmhaCaptured {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCode {
-    /// sizeof(FmhaCode).
+    /// Size of this struct in bytes: sizeof(FmhaCode).
     pub struct_bytes: u64,
     /// Host memory: an expression that replaces the scaled score, before soft-cap and bias: "s + 0.5 * (k - q)";
     /// null: the score is unchanged.
@@ -274,7 +275,7 @@ pub struct FmhaCode {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaMasks {
-    /// sizeof(FmhaMasks).
+    /// Size of this struct in bytes: sizeof(FmhaMasks).
     pub struct_bytes: u64,
     /// Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
     /// seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
@@ -283,35 +284,35 @@ pub struct FmhaMasks {
     /// Words [batch or 1, heads, seqlen_q, ceil(seqlen_k / 32)], packed [heads, total_q, ceil(seqlen_k /
     /// 32)]: bit j % 32 of word j / 32, from the least, is 1 where key j is seen.
     pub mask_bits: FmhaStrides,
-    /// Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list whose blocks the other masks cut;
-    /// seqlen_stride is from block to block.
+    /// Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list of partly visible blocks, in which the other
+    /// masks decide; seqlen_stride is from one block to the next.
     pub kv_num_blocks: FmhaStrides,
-    /// Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
-    /// from index to index. Those past the count are not read.
+    /// Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is from index to
+    /// index. Indices past the count are not read.
     pub kv_indices: FmhaStrides,
-    /// Counts of the list of blocks of which every key is visible, within lengths and FmhaProblem.mask.
+    /// Counts of the list of fully visible blocks: every key in them is visible, within lengths and FmhaProblem.mask.
     pub full_kv_num_blocks: FmhaStrides,
     /// Indices of the list of full blocks, [.., full_max_blocks].
     pub full_kv_indices: FmhaStrides,
-    /// Endpoints of a query, an even number; 0: no intervals.
+    /// Number of endpoints of a query, which is even; 0: no intervals.
     pub endpoints: i64,
-    /// Heads of the intervals: 1, num_heads_kv or num_heads_q; 0 where there are none.
+    /// Number of heads that have intervals of their own: 1, num_heads_kv or num_heads_q; 0 without intervals.
     pub intervals_heads: i64,
-    /// Heads of the bits, likewise; 0: no bits.
+    /// Number of heads that have bits of their own: 1, num_heads_kv or num_heads_q; 0: no bits.
     pub mask_bits_heads: i64,
-    /// Heads that have lists of blocks of their own: 1 or num_heads_q; 0: no lists.
+    /// Number of heads that have lists of blocks of their own: 1 or num_heads_q; 0: no lists.
     pub lists_heads: i64,
-    /// Queries of a block of the lists; 0 where there are no lists.
+    /// Number of queries of a block of the lists; 0 without lists.
     pub block_q: i64,
-    /// Keys of a block of the lists; 0 where there are no lists.
+    /// Number of keys of a block of the lists; 0 without lists.
     pub block_k: i64,
-    /// Indices that a row of kv_indices has room for.
+    /// Capacity of a row of kv_indices.
     pub max_blocks: i64,
-    /// Indices that a row of full_kv_indices has room for.
+    /// Capacity of a row of full_kv_indices.
     pub full_max_blocks: i64,
-    /// 1: there are kv_num_blocks and kv_indices; else 0.
+    /// 1: kv_num_blocks and kv_indices are given; else 0.
     pub partial: i32,
-    /// 1: there are full_kv_num_blocks and full_kv_indices; else 0.
+    /// 1: full_kv_num_blocks and full_kv_indices are given; else 0.
     pub full: i32,
 }
 
@@ -321,10 +322,9 @@ pub struct FmhaMasks {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaBlockScales {
-    /// sizeof(FmhaBlockScales).
+    /// Size of this struct in bytes: sizeof(FmhaBlockScales).
     pub struct_bytes: u64,
-    /// Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: a byte each, as are all
-    /// scales.
+    /// Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: each scale is one byte.
     pub q: FmhaStrides,
     /// K's scales [batch, seqlen_k, num_heads_kv, ceil(head_dim_qk / block)], paged as K.
     pub k: FmhaStrides,
@@ -332,21 +332,22 @@ pub struct FmhaBlockScales {
     pub v: FmhaStrides,
     /// FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
     pub format: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
 /// A second cache of keys and values in the softmax of a call: a row's probabilities sum to 1 over the keys that it
-/// sees of both. Types, heads and head dimensions are the problem's; FmhaProblem.mask is over the first's keys alone.
-/// It is seen whole, by its lists or by its intervals. Set everything to 0 first, then what is wanted.
+/// sees of both. Types, heads and head dimensions are the problem's; FmhaProblem.mask applies to the keys of the first
+/// cache alone. A row sees all keys of the second cache, or those that its lists or its intervals show. Set everything
+/// to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaSecond {
-    /// sizeof(FmhaSecond).
+    /// Size of this struct in bytes: sizeof(FmhaSecond).
     pub struct_bytes: u64,
-    /// Keys of a sequence; packed or paged: of the longest.
+    /// Number of keys of a sequence; packed or paged: of the longest sequence.
     pub seqlen_k: i64,
-    /// Rows of a page; 0: K and V of the second cache are not paged.
+    /// Number of rows of a page; 0: K and V of the second cache are not paged.
     pub page_size: i64,
     /// K of the second cache, shaped as FmhaProblem.k.
     pub k: FmhaStrides,
@@ -354,7 +355,7 @@ pub struct FmhaSecond {
     pub v: FmhaStrides,
     /// Lists of keys of the second cache, with lse_without_sink 0; null: no lists.
     pub lists: *const FmhaLists,
-    /// Masks of the second cache, of which intervals alone may be set; null: none.
+    /// Masks of the second cache, of which only intervals may be set; null: none.
     pub masks: *const FmhaMasks,
     /// 1: K and V of the second cache are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else
     /// 0.
@@ -363,32 +364,32 @@ pub struct FmhaSecond {
     pub seqused_k: i32,
     /// 1: LSE is over the keys alone and excludes the sink; else 0.
     pub lse_without_sink: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
-/// All that a plan is made of. Set everything to 0 first, then what is wanted. Every pointer is to host memory,
-/// which nobody reads after the plan is made.
+/// Describes a call for `fmha_plan`: sizes, types, strides and options. Set everything to 0 first, then what is wanted.
+/// Every pointer points to host memory, which is not read any more after the plan is made.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaProblem {
     /// sizeof(FmhaProblem). A library that was built with another size of this struct refuses the problem.
     pub struct_bytes: u64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
-    /// Queries of a sequence; packed: of the longest.
+    /// Number of queries of a sequence; packed: of the longest sequence.
     pub seqlen_q: i64,
-    /// Keys of a sequence; packed: of the longest.
+    /// Number of keys of a sequence; packed: of the longest sequence.
     pub seqlen_k: i64,
-    /// Query heads, a multiple of num_heads_kv.
+    /// Number of query heads, a multiple of num_heads_kv.
     pub num_heads_q: i64,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_heads_kv: i64,
-    /// Elements of a row of Q and K.
+    /// Number of elements of a row of Q and K.
     pub head_dim_qk: i64,
-    /// Elements of a row of V and O.
+    /// Number of elements of a row of V and O.
     pub head_dim_v: i64,
-    /// Rows of a page; 0: K and V are not paged.
+    /// Number of rows of a page; 0: K and V are not paged.
     pub page_size: i64,
     /// Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
     pub q: FmhaStrides,
@@ -403,28 +404,28 @@ pub struct FmhaProblem {
     /// query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences,
     /// a head_stride of 0 one for all heads. Read with FMHA_BIAS_ELEMENTWISE.
     pub bias: FmhaStrides,
-    /// "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
+    /// Text of the mask: "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
     /// unbounded), "g:y,x" (generic coordinates); null: none.
     pub mask: *const c_char,
     /// Factor of Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
     pub softmax_scale: *const f32,
     /// Cap of the scores, softcap * tanh(score / softcap); null: none.
     pub softcap: *const f32,
-    /// Null: forward; else backward.
+    /// Gradients of a backward call; null: the call is a forward call.
     pub gradients: *const FmhaGradients,
     /// How the call updates and reads its KV cache; null: it only reads K and V.
     pub cache: *const FmhaCache,
-    /// Null: the call is whole.
+    /// Position of the call in a whole of which it is a part; null: the call is the whole.
     pub part: *const FmhaPart,
-    /// Null: no score function and no mask function.
+    /// Score and mask functions; null: there are none.
     pub code: *const FmhaCode,
     /// Lists of keys; null: every query sees the keys of its sequence that the mask leaves visible.
     pub lists: *const FmhaLists,
-    /// Null: no masks as data (intervals, bits, lists of blocks).
+    /// Masks as data (intervals, bits, lists of blocks); null: there are none.
     pub masks: *const FmhaMasks,
-    /// Null: Q, K and V have no scales by blocks.
+    /// Scales by blocks of Q, K and V; null: they have none.
     pub block_scales: *const FmhaBlockScales,
-    /// Null: keys are of one cache.
+    /// A second cache of keys and values; null: there is only one.
     pub second: *const FmhaSecond,
     /// Probability that an element of P is dropped.
     pub p_drop: f32,
@@ -434,11 +435,11 @@ pub struct FmhaProblem {
     pub dtype_v: i32,
     /// Type of O.
     pub dtype_o: i32,
-    /// Type of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
+    /// Type of the bias: FMHA_F32 or the inputs' 16-bit type; 0 without a bias.
     pub dtype_bias: i32,
-    /// FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
+    /// Storage order of V: FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
     pub v_layout: i32,
-    /// FMHA_BIAS_NONE, FMHA_BIAS_ELEMENTWISE, FMHA_BIAS_ALIBI or FMHA_BIAS_ALIBI_PER_BATCH.
+    /// Kind of the bias: FMHA_BIAS_NONE, FMHA_BIAS_ELEMENTWISE, FMHA_BIAS_ALIBI or FMHA_BIAS_ALIBI_PER_BATCH.
     pub bias_kind: i32,
     /// 1: Q and O are packed, and sequences begin where cu_seqlens_q says; else 0.
     pub packed_q: i32,
@@ -468,24 +469,24 @@ pub struct FmhaProblem {
     pub head_max: i32,
     /// Forward: 1: key_sum is written; else 0.
     pub key_sum: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
-/// A tensor or number that a score or mask function captures, as a run has it.
+/// Values of a tensor or number that a score or mask function captures, for one run.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCapturedArgs {
-    /// A tensor's first element; null: a number.
+    /// Address of a tensor's first element; null for a number.
     pub data: *const c_void,
     /// Written: the dense gradient, in the tensor's shape, 0 at elements that no score read; null without
     /// write_grad.
     pub grad: *mut c_void,
-    /// The number that the text declares an int.
+    /// Value of a number that the text declares as an int.
     pub integer: i64,
-    /// The number that the text declares a float.
+    /// Value of a number that the text declares as a float.
     pub real: f32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -493,7 +494,7 @@ pub struct FmhaCapturedArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaSecondArgs {
-    /// sizeof(FmhaSecondArgs).
+    /// Size of this struct in bytes: sizeof(FmhaSecondArgs).
     pub struct_bytes: u64,
     /// Read: K of the second cache.
     pub k: *const c_void,
@@ -511,7 +512,7 @@ pub struct FmhaSecondArgs {
     pub topk_length: *const i32,
     /// Read: endpoints of the intervals of keys of the second cache, i32.
     pub intervals: *const i32,
-    /// Packed: rows of K and V of the second cache, all sequences together; else 0.
+    /// Packed: number of rows of K and V of the second cache, all sequences together; else 0.
     pub total_k: i64,
     /// Paged: number of pages of K and V of the second cache, used or not; else 0.
     pub num_pages: i64,
@@ -520,8 +521,8 @@ pub struct FmhaSecondArgs {
 }
 
 /// Arguments of a run: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
-/// everything to 0 first, then what the problem has. What it is without is null, and so may be a tensor of 0
-/// elements. Addresses are those of a first element, in the memory of the plan's device.
+/// everything to 0 first, then what the problem has. Pointers that the problem does not need are null; a tensor of 0
+/// elements may be null too. Addresses point to a tensor's first element, in the memory of the plan's device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaArgs {
@@ -531,9 +532,9 @@ pub struct FmhaArgs {
     pub stream: *mut c_void,
     /// Read: Q.
     pub q: *const c_void,
-    /// Read: K; with new rows written too.
+    /// Read: K; new rows are also written to it.
     pub k: *mut c_void,
-    /// Read: V; with new rows written too. Null with v_in_k.
+    /// Read: V; new rows are also written to it. Null with v_in_k.
     pub v: *mut c_void,
     /// Written: O; backward reads it.
     pub o: *mut c_void,
@@ -554,11 +555,11 @@ pub struct FmhaArgs {
     pub key_sum: *mut f32,
     /// Read: i32 [batch + 1], first row of each sequence of packed Q and O.
     pub cu_seqlens_q: *const i32,
-    /// Read: i32 [batch + 1], for K and V as cu_seqlens_q for Q.
+    /// Read: i32 [batch + 1], first row of each sequence of packed K and V.
     pub cu_seqlens_k: *const i32,
-    /// Read: i32 [batch], queries in use of each sequence.
+    /// Read: i32 [batch], number of queries in use of each sequence.
     pub seqused_q: *const i32,
-    /// Read: i32 [batch], keys in use of each sequence.
+    /// Read: i32 [batch], number of keys in use of each sequence.
     pub seqused_k: *const i32,
     /// Read: paged: i32 [batch, max_pages], the pages of each sequence.
     pub block_table: *const i32,
@@ -572,9 +573,9 @@ pub struct FmhaArgs {
     pub descale_k: *const f32,
     /// Read: FP8 V's factor, as descale_q.
     pub descale_v: *const f32,
-    /// Read; with seqlen_new written, too: scales of a cache's K by rows, f32.
+    /// Read: scales of the rows of a cache's K, f32; written too if rows are appended (seqlen_new).
     pub k_scale: *mut f32,
-    /// Read; with seqlen_new written, too: scales of a cache's V by rows, f32.
+    /// Read: scales of the rows of a cache's V, f32; written too if rows are appended (seqlen_new).
     pub v_scale: *mut f32,
     /// Read: the factor by which FP8 O is multiplied, f32 [1]. Backward does not read it.
     pub scale_o: *const f32,
@@ -598,15 +599,15 @@ pub struct FmhaArgs {
     pub v_new: *const c_void,
     /// Read: i32 [batch + 1], first row of each sequence of packed k_new and v_new.
     pub cu_seqlens_new: *const i32,
-    /// Read: cosines [max_pos, rotary_dim / 2].
+    /// Read: cosines of the rotary embedding, [max_pos, rotary_dim / 2].
     pub rotary_cos: *const c_void,
     /// Read: sines of the rotary embedding, as rotary_cos.
     pub rotary_sin: *const c_void,
-    /// Read: u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word
-    /// n / 32 shows a query the n-th of the last seqlen_q keys.
+    /// Read: tree mask, u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32
+    /// of word n / 32 shows a query the n-th of the last seqlen_q keys.
     pub tree_mask: *const u32,
-    /// Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the
-    /// sequence. Absent: an entry below 0, or at or past seqlen_k.
+    /// Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions of the keys in
+    /// the sequence. An entry below 0, or at or past seqlen_k, names no key.
     pub indices: *const i32,
     /// Read: number of entries in use of each list; entries past them are never read.
     pub topk_length: *const i32,
@@ -618,12 +619,12 @@ pub struct FmhaArgs {
     pub kv_num_blocks: *const i32,
     /// Read: indices of the blocks that kv_num_blocks counts.
     pub kv_indices: *const i32,
-    /// Read: counts of the blocks that are seen as a whole.
+    /// Read: number of blocks in each row of the list of fully visible blocks.
     pub full_kv_num_blocks: *const i32,
     /// Read: indices of the blocks that full_kv_num_blocks counts.
     pub full_kv_indices: *const i32,
-    /// From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
-    /// here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.
+    /// A mask object that has been built: the run uses its masks and reads no mask tensors here, which may be null.
+    /// Null: the run reads the mask tensors, and makes its own lists of tiles.
     pub built: *const crate::FmhaMaskObject,
     /// Read: Q's scales by blocks.
     pub block_scale_q: *const u8,
@@ -631,52 +632,53 @@ pub struct FmhaArgs {
     pub block_scale_k: *const u8,
     /// Read: V's scales by blocks.
     pub block_scale_v: *const u8,
-    /// Host memory: the second cache; null of none.
+    /// Arguments of the second cache, in host memory; null if there is none.
     pub second: *const FmhaSecondArgs,
-    /// Host memory: as many as FmhaCode.num_captured, in the order of FmhaCode.captured; null of none.
+    /// Values of captures, in host memory: FmhaCode.num_captured structs in the order of FmhaCode.captured; null if
+    /// there are none.
     pub captured: *const FmhaCapturedArgs,
-    /// Packed: rows of Q and O, all sequences together; else 0.
+    /// Packed: number of rows of Q and O, all sequences together; else 0.
     pub total_q: i64,
-    /// Packed: rows of K and V, all sequences together; else 0.
+    /// Packed: number of rows of K and V, all sequences together; else 0.
     pub total_k: i64,
-    /// Packed: new rows of all sequences together; else 0.
+    /// Packed: number of new rows, all sequences together; else 0.
     pub total_new: i64,
-    /// Paged: pages of K and V, used or not; else 0.
+    /// Paged: number of pages of K and V, used or not; else 0.
     pub num_pages: i64,
-    /// Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
+    /// Paged: number of entries of a row of block_table; times page_size it is at least seqlen_k; else 0.
     pub max_pages: i64,
-    /// Scratch of the run, aligned to 256 bytes, where the plan was made with caller_workspace; else null. Its
-    /// contents mean nothing, before and after; no other run uses it until the work is done.
+    /// Scratch of the run, aligned to 256 bytes, if the plan was made with caller_workspace; else null. Its contents
+    /// have no meaning before and after the run, and no other run may use it until the work is done.
     pub workspace: *mut c_void,
-    /// Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
+    /// Number of bytes at workspace: at least fmha_plan_workspace_bytes of the plan; 0 if workspace is null.
     pub workspace_bytes: u64,
-    /// Key of the dropout generator, where dropout_seeded is 1.
+    /// Key of the dropout generator, used if dropout_seeded is 1.
     pub dropout_seed: u64,
     /// Last 64-bit word of the counter of the dropout generator.
     pub dropout_offset: u64,
-    /// 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
-    /// has it; else 0.
+    /// 1: dropout_seed and dropout_offset give the position of the generator, which every run with p_drop above 0
+    /// needs; else 0.
     pub dropout_seeded: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
-/// All that a plan of a merge is made of: partial results over the same rows, merged by their LSE, or added. Packed
-/// rows are a batch of 1. Set everything to 0 first, then what is wanted.
+/// Describes a merge for `fmha_plan_combine`: partial results over the same rows are merged by their LSE, or added.
+/// Packed rows are a batch of 1. Set everything to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCombineProblem {
-    /// sizeof(FmhaCombineProblem).
+    /// Size of this struct in bytes: sizeof(FmhaCombineProblem).
     pub struct_bytes: u64,
     /// Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
     pub num_parts: i64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
-    /// Rows of each sequence.
+    /// Number of rows of each sequence.
     pub seqlen_q: i64,
-    /// Heads.
+    /// Number of heads.
     pub num_heads_q: i64,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub head_dim_v: i64,
     /// O of every part [batch, seqlen_q, num_heads_q, head_dim_v].
     pub part: FmhaStrides,
@@ -688,11 +690,11 @@ pub struct FmhaCombineProblem {
     pub dtype_o: i32,
     /// How partial results are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
     pub merge: i32,
-    /// 1: the combined LSE is written; else 0, which it must be where parts are added.
+    /// 1: the combined LSE is written; else 0. It must be 0 if parts are added.
     pub write_lse: i32,
 }
 
-/// One partial result.
+/// O and LSE of one part of the keys.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaPartial {
@@ -706,11 +708,11 @@ pub struct FmhaPartial {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCombineArgs {
-    /// sizeof(FmhaCombineArgs).
+    /// Size of this struct in bytes: sizeof(FmhaCombineArgs).
     pub struct_bytes: u64,
     /// Stream of the run, as in FmhaArgs.
     pub stream: *mut c_void,
-    /// Host memory: num_parts of them; null of none.
+    /// The parts, num_parts structs in host memory; null if there are none.
     pub parts: *const FmhaPartial,
     /// The combined O: written; with FMHA_ADD_TO read first.
     pub o: *mut c_void,
@@ -718,31 +720,32 @@ pub struct FmhaCombineArgs {
     pub lse: *mut f32,
 }
 
-/// All that a plan of a choice of keys or blocks is made of: scores of an indexer, sum_h relu(q_h . k) w_h, or given
-/// ones, and of each row the topk greatest, ties to the lower position, NaN last, in ascending position with -1 after
-/// them. Tensors are contiguous, but for k and its scales. Set everything to 0 first, then what is wanted.
+/// Describes a choice of keys or blocks for `fmha_plan_choose`: scores are those of an indexer, sum_h relu(q_h . k)
+/// w_h, or given. Of each row the topk greatest are chosen (ties: the lower position; NaN last) and written in
+/// ascending position, followed by -1. Tensors are contiguous, except k and its scales. Set everything to 0 first, then
+/// what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaChooseProblem {
-    /// sizeof(FmhaChooseProblem).
+    /// Size of this struct in bytes: sizeof(FmhaChooseProblem).
     pub struct_bytes: u64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
-    /// Queries of a sequence.
+    /// Number of queries of a sequence.
     pub seqlen_q: i64,
-    /// Keys of a sequence; of given probabilities, compressed blocks.
+    /// Number of keys of a sequence; for sums of given probabilities, number of compressed blocks.
     pub seqlen_k: i64,
-    /// Entries of each list of chosen keys; 0: only scores are written.
+    /// Number of entries of each list of chosen keys; 0: only scores are written.
     pub topk: i64,
-    /// Heads of q; 0: the caller gives the scores.
+    /// Number of heads of q; 0: the caller gives the scores.
     pub num_heads: i64,
-    /// Elements of a row of q and k; 0 where the caller gives the scores.
+    /// Number of elements of a row of q and k; 0 if the caller gives the scores.
     pub head_dim: i64,
-    /// Keys of a page; 0: k is not paged.
+    /// Number of keys of a page; 0: k is not paged.
     pub page_size: i64,
-    /// Pages of k, used or not; 0: k is not paged.
+    /// Number of pages of k, used or not; 0: k is not paged.
     pub num_pages: i64,
-    /// Entries of a row of block_table; 0: k is not paged.
+    /// Number of entries of a row of block_table; 0: k is not paged.
     pub max_pages: i64,
     /// Stride of k from a sequence or page to the next, elements; with k_key_stride 0: k is dense.
     pub k_outer_stride: i64,
@@ -752,7 +755,7 @@ pub struct FmhaChooseProblem {
     pub scale_outer_stride: i64,
     /// Stride of k_scale from a key to the next.
     pub scale_key_stride: i64,
-    /// Keys of a block, whose score is the greatest of its candidates; 0: keys are chosen, or blocks by sums.
+    /// Number of keys of a block, whose score is the greatest of its candidates; 0: keys are chosen, or blocks by sums.
     pub block: i64,
     /// Tokens of a compressed block, whose probabilities are given and are summed for each block (NSA's l); 0: none.
     pub compressed: i64,
@@ -770,7 +773,7 @@ pub struct FmhaChooseProblem {
     pub dtype_q: i32,
     /// Type of k: FMHA_F32, ...; 0 where the caller gives the scores.
     pub dtype_k: i32,
-    /// FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
+    /// Kind of the candidates: FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
     pub candidates: i32,
     /// 1: each key has a scale; else 0.
     pub k_scale: i32,
@@ -785,13 +788,13 @@ pub struct FmhaChooseProblem {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaChooseArgs {
-    /// sizeof(FmhaChooseArgs).
+    /// Size of this struct in bytes: sizeof(FmhaChooseArgs).
     pub struct_bytes: u64,
     /// Stream of the run, as in FmhaArgs.
     pub stream: *mut c_void,
-    /// Read: [batch, seqlen_q, num_heads, head_dim].
+    /// Read: q of the indexer, [batch, seqlen_q, num_heads, head_dim].
     pub q: *const c_void,
-    /// Read: [batch, seqlen_k, head_dim], paged [num_pages, page_size, head_dim].
+    /// Read: k of the indexer, [batch, seqlen_k, head_dim], paged [num_pages, page_size, head_dim].
     pub k: *const c_void,
     /// Read: weights of heads, f32 [batch, seqlen_q, num_heads].
     pub weights: *const f32,
@@ -805,7 +808,7 @@ pub struct FmhaChooseArgs {
     pub seqused_k: *const i32,
     /// Read: first candidate of each query, i32 [batch, seqlen_q], with FMHA_RANGES_OF_KEYS.
     pub first: *const i32,
-    /// Read: one past the last candidate of each query, as first.
+    /// Read: one past the last candidate of each query, i32 [batch, seqlen_q], with FMHA_RANGES_OF_KEYS.
     pub end: *const i32,
     /// Written: list of each query's chosen keys or blocks, i32 [batch, seqlen_q, topk].
     pub indices: *mut i32,
@@ -824,33 +827,35 @@ pub struct FmhaChooseArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaIndexLoss {
-    /// sizeof(FmhaIndexLoss).
+    /// Size of this struct in bytes: sizeof(FmhaIndexLoss).
     pub struct_bytes: u64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
-    /// Queries of a sequence.
+    /// Number of queries of a sequence.
     pub seqlen_q: i64,
-    /// Keys of a sequence.
+    /// Number of keys of a sequence.
     pub seqlen_k: i64,
-    /// Entries of each list.
+    /// Number of entries of each list.
     pub topk: i64,
-    /// Heads of q.
+    /// Number of heads of q.
     pub num_heads: i64,
-    /// Elements of a row of q and k.
+    /// Number of elements of a row of q and k.
     pub head_dim: i64,
     /// Read: [batch, seqlen_q, num_heads, head_dim].
     pub q: *const c_void,
-    /// Read: [batch, seqlen_k, head_dim].
+    /// Read: k, [batch, seqlen_k, head_dim].
     pub k: *const c_void,
     /// Read: weights of heads, f32 [batch, seqlen_q, num_heads].
     pub weights: *const f32,
-    /// Read: i32 [batch, seqlen_q, topk]: positions. Absent: an entry below 0, or at or past seqlen_k.
+    /// Read: lists of keys, i32 [batch, seqlen_q, topk], as positions. An entry below 0, or at or past seqlen_k, names
+    /// no key.
     pub indices: *const i32,
-    /// Read: f32 [batch, seqlen_q, topk]: attention's probabilities of the listed keys, summed over heads.
+    /// Read: target, f32 [batch, seqlen_q, topk]: attention's probabilities of the listed keys, summed over heads.
     pub target: *const f32,
-    /// Read: what each query's gradients are multiplied by, f32 [batch, seqlen_q]; null: 1.
+    /// Read: factors of each query's gradients, f32 [batch, seqlen_q]; null: 1.
     pub dloss: *const f32,
-    /// Written: f32 [batch, seqlen_q]; 0 for a query without keys, or whose target sums to 0; null: not wanted.
+    /// Written: loss of each query, f32 [batch, seqlen_q]; 0 for a query without keys, or whose target sums to 0; null:
+    /// not wanted.
     pub loss: *mut f32,
     /// Written: gradient of q, f32 in its shape; null: not wanted.
     pub dq: *mut f32,
@@ -874,41 +879,41 @@ pub struct FmhaIndexLoss {
     pub workspace_bytes: u64,
 }
 
-/// All that a plan of a conversion to a format with scales by blocks is made of: a tensor
-/// [batch, seqlen, num_heads, dim] to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences;
-/// packed rows are one. Set everything to 0 first, then what is wanted.
+/// Describes a conversion for `fmha_plan_quantize`: of a tensor [batch, seqlen, num_heads, dim] to elements and scales
+/// by blocks (CONTRACT.md, "Scales by blocks"). Pages count as sequences; packed rows are one sequence. Set everything
+/// to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaQuantizeProblem {
-    /// sizeof(FmhaQuantizeProblem).
+    /// Size of this struct in bytes: sizeof(FmhaQuantizeProblem).
     pub struct_bytes: u64,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: i64,
-    /// Rows of a sequence.
+    /// Number of rows of a sequence.
     pub seqlen: i64,
-    /// Heads.
+    /// Number of heads.
     pub num_heads: i64,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub dim: i64,
-    /// The tensor, in elements.
+    /// Strides of the tensor, in elements.
     pub x: FmhaStrides,
-    /// Stored elements, in bytes: of FMHA_NVFP4 [batch, seqlen, num_heads, ceil(dim / 2)], with pairs_of_rows
-    /// [batch, ceil(seqlen / 2), num_heads, dim].
+    /// Strides of the stored elements, in bytes; for FMHA_NVFP4 their shape is [batch, seqlen, num_heads, ceil(dim /
+    /// 2)], with pairs_of_rows [batch, ceil(seqlen / 2), num_heads, dim].
     pub elements: FmhaStrides,
-    /// Scales, in bytes: [batch, seqlen, num_heads, ceil(dim / block)], with blocks_of_rows
-    /// [batch, ceil(seqlen / block), num_heads, dim].
+    /// Strides of the scales, in bytes; their shape is [batch, seqlen, num_heads, ceil(dim / block)], with
+    /// blocks_of_rows [batch, ceil(seqlen / block), num_heads, dim].
     pub scales: FmhaStrides,
     /// Type of the tensor: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype: i32,
     /// FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
     pub format: i32,
-    /// 1: blocks are of rows, as those of V; 0: of the elements of a row, as those of Q and K.
+    /// 1: a block is some rows, as for V; 0: a block is some elements of a row, as for Q and K.
     pub blocks_of_rows: i32,
     /// 1: rows lie one after another, and two of FMHA_NVFP4 share a byte, as in FMHA_V_COL_MAJOR; else 0.
     pub pairs_of_rows: i32,
-    /// FMHA_SCALE_ONE, FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN: the last two with FMHA_NVFP4 alone.
+    /// Source of the tensor's scale: FMHA_SCALE_ONE, or with FMHA_NVFP4 alone FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN.
     pub scale_of_tensor: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }
 
@@ -917,17 +922,17 @@ pub struct FmhaQuantizeProblem {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaQuantizeArgs {
-    /// sizeof(FmhaQuantizeArgs).
+    /// Size of this struct in bytes: sizeof(FmhaQuantizeArgs).
     pub struct_bytes: u64,
     /// Stream of the run, as in FmhaArgs.
     pub stream: *mut c_void,
-    /// Read: the tensor.
+    /// Read: the tensor to convert.
     pub x: *const c_void,
-    /// Written: its elements.
+    /// Written: the stored elements of the tensor.
     pub elements: *mut u8,
-    /// Written: the scales of its blocks.
+    /// Written: the scales of the tensor's blocks.
     pub scales: *mut u8,
-    /// Read: the tensor's scale, f32 [1], with FMHA_SCALE_GIVEN. One that is not positive and finite makes every
+    /// Read: the tensor's scale, f32 [1], with FMHA_SCALE_GIVEN. A scale that is not positive and finite makes every
     /// block's scale NaN.
     pub tensor_scale: *const f32,
     /// Written: the tensor's scale, f32 [1], with FMHA_SCALE_WRITTEN.
@@ -938,33 +943,34 @@ pub struct FmhaQuantizeArgs {
     pub workspace_bytes: u64,
 }
 
-/// How to choose a kernel. Null instead of it, and 0 in every field, is the default.
+/// Options for the choice of a kernel. A null pointer to it means the same as 0 in every field: the default.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaOptions {
-    /// sizeof(FmhaOptions).
+    /// Size of this struct in bytes: sizeof(FmhaOptions).
     pub struct_bytes: u64,
     /// Name of the kernel to use, or to be refused; null: the backend's choice.
     pub kernel: *const c_char,
-    /// The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
+    /// Fields of the kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own choice.
     pub tile: *const c_char,
-    /// 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
+    /// 1: a kernel that is correct but slow may be used if no fast kernel supports the problem; 0: the plan is refused
+    /// instead.
     pub allow_fallback: i32,
-    /// FMHA_FAST or FMHA_EXACT.
+    /// How the running maximum is kept: FMHA_FAST or FMHA_EXACT.
     pub accuracy: i32,
     /// 1: every run gives the same bits, or the plan is refused. Forward and combine always do.
     pub deterministic: i32,
     /// 1: the bits of a sequence's results depend on its own lengths and contents alone, or the plan is refused.
     pub batch_invariant: i32,
-    /// 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
-    /// their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
+    /// 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave their tensor. 0:
+    /// such offsets give wrong outputs, but access nothing outside the tensors.
     pub check_lengths: i32,
-    /// 1: the plan allocates no scratch, and each run brings its own in FmhaArgs.workspace; runs of one plan may then
-    /// overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
+    /// 1: the plan allocates no scratch memory, and each run passes its own in FmhaArgs.workspace; runs of one plan may
+    /// then overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
     pub caller_workspace: i32,
     /// 1: the bits of a query row's results depend on that row and the keys that it sees alone, in training,
     /// prefill and decoding, or the plan is refused.
     pub row_invariant: i32,
-    /// 0.
+    /// Reserved: must be 0.
     pub reserved: i32,
 }

@@ -45,7 +45,7 @@ const SCALE: f32 = 0.25;
 const NO_STRIDES: FmhaStrides =
     FmhaStrides { batch_stride: 0, seqlen_stride: 0, head_stride: 0, dim_stride: 0 };
 
-/// A problem and the arguments of a run.
+/// A problem, and the arguments of a run of it.
 #[derive(Clone, Copy)]
 struct Call {
     p: FmhaProblem,
@@ -104,7 +104,7 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
 
 static SCALE_AT: f32 = SCALE;
 
-/// f16 numbers in 1..2, all of one tensor different.
+/// Test numbers of f16 in 1..2; the numbers of a tensor differ from each other.
 fn numbers(seed: u16, rows: usize) -> Vec<u16> {
     (0..rows * HEADS * DIM)
         .map(|i| 0x3C00 | (i as u16).wrapping_mul(613).wrapping_add(seed) & 0x3FF)
@@ -191,7 +191,7 @@ fn a_mask_and_a_score_as_code_are_the_masks_and_slopes_they_spell() {
     let said = code(Some(score), Some(c"left: int; k <= q and q - k <= left"), &all);
     let as_code = with!(call(&q, &k, &v, &mut coded, 1, &[]), p.mask = null(), p.code = &raw const said);
     let plan = plan(&as_code).unwrap();
-    // The numbers come with the run.
+    // The numbers are passed with each run.
     let mut given = [NO_CAPTURED_ARGS; 3];
     (given[0].integer, given[1].real, given[2].data) = (2, 1.0, slopes.as_ptr().cast());
     run(&plan, &with!(as_code, a.captured = given.as_ptr())).unwrap();
@@ -301,7 +301,7 @@ fn each_mask_as_data_that_spells_causal_is_causal() {
     let rows = ROWS as i64;
     let ends: Vec<i32> = [vec![0; ROWS], (1..=ROWS as i32).collect()].concat();
     let words: Vec<u32> = (0..ROWS).map(|row| (2 << row) - 1).collect();
-    // Blocks of one query and one key: each is seen as a whole.
+    // Blocks have one query and one key: each listed block is visible as a whole.
     let (counts, blocks): (Vec<i32>, Vec<i32>) =
         ((1..=ROWS as i32).collect(), (0..ROWS).flat_map(|_| 0..ROWS as i32).collect());
     let intervals = with!(
@@ -420,7 +420,7 @@ fn small_outputs_are_of_the_scores_that_a_query_sees() {
     assert!(refused.contains("row_max 1 is given beside gradients"), "{refused}");
 }
 
-/// Gradients in f16, dense.
+/// Gradients in f16, with contiguous strides.
 static GRADIENTS: FmhaGradients = FmhaGradients {
     struct_bytes: size_of::<FmhaGradients>() as u64,
     dout: DENSE,
@@ -477,7 +477,7 @@ fn what_is_wrong_with_masks_as_data_is_named() {
         let refused = refused(&with!(call, p.masks = &raw const masks));
         assert!(refused.contains(error), "{refused}, not {error}");
     }
-    // Tensors come with each run.
+    // The tensors are passed with each run.
     let at = words.as_ptr();
     for (masks, args, error) in [
         (intervals, call.a, "intervals is null, but"),
@@ -495,7 +495,7 @@ fn what_is_wrong_with_masks_as_data_is_named() {
     }
 }
 
-/// Strides of bytes between rows and heads.
+/// Strides of elements of one byte, with these strides between rows and heads.
 fn byte_strides([seqlen_stride, head_stride]: [i64; 2]) -> FmhaStrides {
     FmhaStrides { batch_stride: 0, seqlen_stride, head_stride, dim_stride: 1 }
 }
@@ -543,7 +543,7 @@ fn scales_by_blocks_are_the_call_on_the_values() {
     run_on_cpu(&base);
     assert_eq!(scaled, plain);
 
-    // All rows of V are equal, so that dS comes from the gradient of LSE alone.
+    // All rows of V are equal, so dS comes from the gradient of LSE alone.
     let gradients = with!(GRADIENTS, dtype_grad = FMHA_BF16, has_dlse = 1);
     let (lse, dout) = ([1f32; ROWS * HEADS], vec![0x3F80u16; q.len()]);
     let of = |base: &Call| {
@@ -588,7 +588,7 @@ fn paged_keys_in_any_order_are_the_batch_call() {
     let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
     let (mut strided, mut paged) = (vec![0; q.len()], vec![0; q.len()]);
     run_on_cpu(&call(&q, &k, &v, &mut strided, 1, &[]));
-    // Pages of two rows, the last one first; what lies beyond the fifth key is never read.
+    // Pages have two rows, and the last page comes first; keys beyond the fifth are never read.
     let page = 2 * HEADS * DIM;
     let pages = |x: &[u16]| {
         let mut rows = x.to_vec();
@@ -626,7 +626,7 @@ fn appended_rows_are_written_and_seen_as_if_they_had_been_there() {
     let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
     let (mut whole, mut appended) = (vec![0; q.len()], vec![0; q.len()]);
     run_on_cpu(&call(&q, &k, &v, &mut whole, 1, &[]));
-    // The last two rows are new; what the cache has in their place is never read.
+    // The last two rows are new; the rows that the cache has in their place are never read.
     let old = (ROWS - 2) * HEADS * DIM;
     let (mut k_cache, mut v_cache) = (k.clone(), v.clone());
     k_cache[old..].fill(0x7e01);
@@ -725,7 +725,8 @@ fn rows_of_bytes_are_read_where_they_lie() {
     let text = run(&plan(&call).unwrap(), &call).unwrap_err();
     assert!(text.contains("k is null, but 2624 bytes are needed"), "{text}");
 
-    // A new row of ones after the third: 448 times 2^-8 in place of 1, and its scales, which do not round.
+    // After the third row a row of ones is appended. It is stored as 448 times 2^-8 for each 1, with scales that round
+    // nothing.
     let (mut appended, ones) = (pages, vec![0x3F80u16; 576]);
     let cache = with!(cache, seqlen_new = 1, k_new = one(576));
     let p = with!(p, lists = std::ptr::null(), cache = &raw const cache);
@@ -840,7 +841,7 @@ fn appended_rows_of_a_cache_have_scales_of_their_own() {
         a.seqused_k = used.as_ptr(),
     );
     run_on_cpu(&base);
-    // A row's greatest number is stored as the type's largest, 448.
+    // The greatest number of a row is stored as the type's largest, 448.
     let old = (ROWS - 1) * HEADS;
     let (k_new, v_new) = (&k[old * DIM..], &v[old * DIM..]);
     assert!(k_new.iter().chain(v_new).all(|&element| element == 0x7E), "{k_new:x?} {v_new:x?}");
@@ -888,7 +889,7 @@ fn a_wrong_cache_is_refused_by_field_and_number() {
     let tree = with!(none, tree_mask = 1);
     let text = refused(&with!(base, p.cache = &raw const tree, p.mask = c"0".as_ptr()));
     assert!(text.contains("tree_mask"), "{text}");
-    // Arguments are refused that the problem is without, and the other way round.
+    // Arguments that the problem does not need are refused, and so are missing ones that it needs.
     let at = table.as_ptr();
     let turned = with!(base.a, rotary_cos = at.cast(), rotary_sin = at.cast());
     let new = with!(base.a, k_new = at.cast(), v_new = at.cast());
@@ -916,7 +917,7 @@ fn a_plan_of_packed_sequences_runs_with_other_totals() {
     let later = call(&x, &x, &x, &mut few, 2, &[0, 3, 7]);
     run(&plan, &later).unwrap();
     let row = HEADS * DIM;
-    // Causal: each sequence's first query sees its own key alone; rows beyond the total stay as they were.
+    // Under the causal mask each sequence's first query sees only its own key; rows beyond the total stay as they were.
     assert_eq!((&few[..row], &few[3 * row..4 * row]), (&x[..row], &x[3 * row..4 * row]));
     assert!(few[7 * row..].iter().all(|&bits| bits == 0));
     let error = run(&plan, &with!(later, a.total_q = -1)).unwrap_err();
@@ -1078,7 +1079,7 @@ fn fuzz_cases(per_second: u32) -> u32 {
     per_second * seconds.max(1)
 }
 
-/// A number, or that a pointer is null or is not.
+/// Whether a text names a value: a number, or that a pointer is null or not null.
 fn names_a_value(text: &str) -> bool {
     text.contains(|c: char| c.is_ascii_digit()) || text.contains("null") || text.contains("given")
 }
@@ -1093,7 +1094,7 @@ proptest! {
         let mut memory = vec![0x7e01u16; 3 * q.len()];
         let good = call(&q, &q, &q, &mut memory[q.len()..2 * q.len()], 1, &[]);
         let bad = Call { a: spoiled(good.a, &list), ..good };
-        // Without dropout any seed is as good.
+        // Without dropout the seed does not matter.
         let seeds = (bad.a.dropout_seed, bad.a.dropout_offset, bad.a.dropout_seeded);
         let mut same = good.a;
         (same.dropout_seed, same.dropout_offset, same.dropout_seeded) = seeds;
@@ -1250,7 +1251,7 @@ fn what_has_no_elements_is_null_or_not_in_any_run_of_a_plan() {
         dtype_rotary = FMHA_F32
     );
     let gradients = with!(GRADIENTS, has_dlse = 1);
-    // Places of a run that have a batch axis; memory that no run writes.
+    // Arguments that have a batch axis; the memory of others is never written.
     let made = |kind: &str, given: u32| {
         let at = |bit: u32| given >> bit & 1 == 1;
         let tensor = |bit: u32| if at(bit) { x.as_ptr().cast_mut().cast() } else { null_mut() };

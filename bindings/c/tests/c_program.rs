@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
-/// Folder of the libraries: next to the programs of the tests.
+/// Folder of the built libraries, which is that of the test programs.
 fn built() -> PathBuf {
     let folder = std::env::current_exe().unwrap().parent().unwrap().to_owned();
     for library in ["libfmha_c.so", "libfmha_c.a"] {
@@ -24,7 +24,7 @@ fn source() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The library under a prefix of its own.
+/// The library, installed under a prefix of its own.
 struct Installed(TempDir);
 
 impl Installed {
@@ -53,7 +53,7 @@ impl Installed {
         Some(said(&asked).split_whitespace().map(str::to_owned).collect())
     }
 
-    /// The path of the program that `compiler` makes of `source`.
+    /// Path of the program that `compiler` builds from `source`.
     fn compiled(&self, compiler: &str, source: &Path, words: &[String]) -> PathBuf {
         let program = self.0.path().join(source.file_stem().unwrap());
         let compiled = Command::new(compiler)
@@ -164,7 +164,7 @@ fn an_installed_library_is_found_by_a_name_with_its_abi_alone() {
     assert_eq!(installed.flags(&["--modversion"]).unwrap_or_else(|| vec![version.to_owned()]), [version]);
     let library = std::fs::read(installed.lib().join("libfmha.so")).unwrap();
     let soname = format!("\0libfmha.so.{abi}\0");
-    // `cargo xtask c-install` shares the code and has a version of its own.
+    // `cargo xtask c-install` shares the code of `install.rs`, but has another version.
     assert!(!include_str!("../install.rs").contains("CARGO_PKG_VERSION"), "of whichever crate compiles it");
     assert!(library.windows(soname.len()).any(|bytes| bytes == soname.as_bytes()), "no {soname:?}");
 
@@ -186,7 +186,7 @@ fn an_installed_library_is_found_by_a_name_with_its_abi_alone() {
 fn the_static_library_needs_what_its_pkg_config_file_says_and_nothing_else() {
     let installed = Installed::new();
     let Some(flags) = installed.flags(&["--static", "--cflags", "--libs"]) else { return };
-    // A linker prefers the shared library of a folder that has both.
+    // A linker prefers the shared library if a folder has both, so it is removed here.
     std::fs::remove_file(installed.lib().join("libfmha.so")).unwrap();
     let example = source().join("examples/first_call.c");
     let program = installed.compiled(&compiler("CC", "cc"), &example, &flags);
@@ -211,7 +211,7 @@ fn passes_on_every_device(compiler: &str, example: &str, words: &[&str]) {
 
     let emulated = installed.run(&program, &["auto"]).env("FMHA_EMULATE", "sm_90a").output().unwrap();
     let text = said(&emulated);
-    // The emulator's library or the kernels' compiler.
+    // The test is skipped if the emulator's library or the kernels' compiler is missing.
     if !emulated.status.success() && (text.contains("no emulated device") || text.contains("NVRTC")) {
         println!("absent: {example} on an emulated sm_90a: {text}");
         return;
@@ -248,7 +248,7 @@ fn the_example_in_cpp_is_right_on_the_cpu_and_on_an_emulated_hopper() {
     passes_on_every_device(&cpp, "gradients.cpp", &["-std=c++17"]);
 }
 
-/// Two processes that find each other by a file, each held against one process.
+/// Two processes that find each other by a file: each result is compared with that of one process.
 #[test]
 #[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
 fn the_example_over_two_processes_is_right_on_both() {
@@ -298,7 +298,8 @@ fn cargo_c_installs_what_xtask_does() {
     }
 }
 
-/// The adapter of the comparison kit (`bench/ours.py`) and Python's calls over ranks spell the structs out again.
+/// The adapter of the comparison kit (`bench/ours.py`) and Python's calls over ranks repeat the definitions of the
+/// structs.
 #[test]
 fn what_python_spells_of_the_structs_has_the_headers_fields_in_their_order() {
     let structs = structs();

@@ -48,7 +48,7 @@ fn join(folder: &Path, rank: i64) -> *mut FmhaGroup {
     group
 }
 
-/// Change to the call of a rank, by its number.
+/// A change to one rank's call, which gets the rank's number.
 type Change = fn(i64, &mut FmhaProblem, &mut FmhaArgs, &mut FmhaRanks);
 
 /// Strides of a rank's rows.
@@ -103,7 +103,7 @@ fn on_two_ranks(change: Change) -> [Result<Vec<f32>, String>; 2] {
         };
         change(rank, &mut problem, &mut args, &mut ranks);
         let mut plan: *mut FmhaDistPlan = null_mut();
-        // SAFETY: the structs are as the header says, or refused before what is wrong is followed.
+        // SAFETY: the structs are as the header says, or they are refused before a wrong field is used.
         unsafe {
             let (cpu, problem, ranks) = (c"cpu".as_ptr(), &raw const problem, &raw const ranks);
             let planned = fmha_dist_plan(cpu, problem, ranks, null(), group, &raw mut plan);
@@ -127,7 +127,7 @@ fn on_two_ranks(change: Change) -> [Result<Vec<f32>, String>; 2] {
 #[test]
 fn ranks_see_each_others_keys() {
     for told in on_two_ranks(|_, _, _, _| ()) {
-        // Equal scores: the mean of 0.5 and 1.5.
+        // Scores are equal, so O is the mean of 0.5 and 1.5.
         assert!(told.unwrap().iter().all(|o| (o - 1.0).abs() < 1e-5));
     }
     let whole = on_two_ranks(|_, _, _, ranks| {
@@ -142,7 +142,7 @@ fn ranks_see_each_others_keys() {
 /// The whole's intervals, and a function of the whole's places with a captured number, hide keys of either rank.
 #[test]
 fn ranks_ask_masks_and_functions_of_the_whole() {
-    // Each query sees keys 2 up to 6: three of rank 0 with values of 0.5, one of rank 1 with values of 1.5.
+    // Each query sees keys 2 up to 6: three keys of rank 0 with values 0.5, and one key of rank 1 with value 1.5.
     static ENDPOINTS: [[i32; 2 * ROWS as usize]; 2] = [[2; 10], [6; 10]];
     for told in on_two_ranks(|_, problem, args, ranks| {
         // SAFETY: numbers, of which all bits may be 0.
@@ -181,7 +181,7 @@ fn ranks_ask_masks_and_functions_of_the_whole() {
     }
 }
 
-/// Rank 1 has keys and no query: what has no elements is null there, LSE, the bias and gradients too.
+/// Rank 1 has keys and no query: tensors without elements are null there, also LSE, the bias and gradients.
 #[test]
 fn a_rank_without_queries_gives_null_where_it_has_nothing() {
     for scheme in [None, Some(c"gather"), Some(c"ring")] {
@@ -251,7 +251,7 @@ fn without_queries(
         dtype_grad: FMHA_F32,
         ..NO_GRADIENTS
     };
-    // LSE of ten equal scores.
+    // This is the LSE of ten equal scores.
     lse.fill(0.25 * DIM as f32 / (DIM as f32).sqrt() + 10f32.ln());
     if backward {
         problem.gradients = &raw const gradients;
@@ -272,7 +272,7 @@ fn without_queries(
         told?;
     }
     if backward {
-        // Each key's value has a tenth of dO of five queries.
+        // The gradient of each value is a tenth of the sum of five queries' dO.
         assert!(dv.iter().all(|dv| (dv - 0.25).abs() < 1e-5), "rank {rank}: {dv:?}");
     } else if has_rows {
         assert!(o.iter().all(|o| (o - 1.0).abs() < 1e-5), "{o:?}");

@@ -23,7 +23,7 @@ from setuptools import build_meta
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 
-#: The library's file, as Cargo names it on each system, and on this one.
+#: Names of the library's file by system, as Cargo writes it, and the name on this system.
 FILES = {"win32": "fmha_native.dll", "darwin": "libfmha_native.dylib", "linux": "libfmha_native.so"}
 FILE = FILES.get(sys.platform, FILES["linux"])
 
@@ -65,7 +65,7 @@ def _built() -> pathlib.Path:
 @contextlib.contextmanager
 def _staged():
     """A copy of the package with its library, as the current folder: nothing is left in the source tree."""
-    # A library beside the package may be another system's, for which a wheel is packed here.
+    # A library beside the package may be for another system, for which a wheel is built here.
     beside = [path for path in (HERE / "fmha" / name for name in (FILE, *FILES.values())) if path.is_file()]
     library = beside[0] if beside else _built()
     before = os.getcwd()

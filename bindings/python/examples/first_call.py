@@ -15,7 +15,7 @@ def main():
     print(f"O {o.shape}, LSE {lse.shape}")
     print(fmha.explain(q, k, v, mask="causal").splitlines()[0])
 
-    # Causal counts from the end, so the last query sees every key: here it is, written out for one head.
+    # The causal mask counts from the end, so the last query sees every key. The same row of one head, written out:
     scores = k[0, :, 1] @ q[0, -1, 7] / 8  # 8 is the root of 64; head 7 is one of the four of key head 1
     weights = np.exp(scores - scores.max())
     assert np.allclose(o[0, -1, 7], weights / weights.sum() @ v[0, :, 1], atol=1e-5)

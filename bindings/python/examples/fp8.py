@@ -27,13 +27,13 @@ def main():
 
     (k8, scale_k), (v8, scale_v) = (quantised(x, (1, 3)) for x in (k, v))  # [batch, 1, heads_kv, 1]
     scales = dict(descale_k=scale_k.view(2, 2), descale_v=scale_v.view(2, 2))
-    # Q's numbers too are of the key head that its heads share: [batch, heads_kv].
+    # Q's scale belongs to the key head that query heads share, so its shape is [batch, heads_kv].
     q8, scale_q = quantised(q.unflatten(2, (2, 4)), (1, 3, 4))
     o = fmha.attention(q8.flatten(2, 3), k8, v8, mask="causal", descale_q=scale_q.view(2, 2), **scales)
     print(f"Q, K and V in FP8: O in {o.dtype}, off by {off_by(o, right):.1%}")
     assert o.dtype == torch.bfloat16 and off_by(o, right) < 0.1
 
-    # A cache in FP8: half the memory to read for each token, queries and O as they were.
+    # An FP8 cache has half the memory to read for each token; queries and O keep their type.
     used = torch.tensor([128, 100], dtype=torch.int32, device=DEVICE)
     o = fmha.attention_with_kvcache(q[:, -1:], k8, v8, seqused_k=used, **scales)
     as_it_was = fmha.attention_with_kvcache(q[:, -1:], k, v, seqused_k=used)

@@ -18,7 +18,7 @@ class Cache:
         pages = CONTEXT // PAGE
         shape = LAYERS, requests * pages, PAGE, HEADS_KV, HEAD_DIM
         self.k, self.v = (torch.zeros(shape, dtype=DTYPE, device=DEVICE) for _ in range(2))
-        # Pages in any order: here as a long-running server would have them.
+        # Pages lie in any order, as in a long-running server.
         order = torch.randperm(requests * pages).to(torch.int32)
         self.table = order.view(requests, pages).to(DEVICE)
         self.rows = torch.zeros(requests, dtype=torch.int32, device=DEVICE)
@@ -65,7 +65,7 @@ def main():
     written = generate(model)
     for prompt, tokens in zip(PROMPTS, written):
         print("".join(map(str, prompt)), "->", "".join(map(str, tokens)))
-    # Two near-equal logits may change places in 16 bits; in f32 they do not.
+    # Two near-equal logits may change places in 16 bits, but not in f32.
     if DTYPE == torch.float32:
         assert written == [without_cache(model, prompt) for prompt in PROMPTS]
 

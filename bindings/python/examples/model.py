@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The fast kernels of GPUs take 16 bits; the CPU's take either.
+# Fast kernels of GPUs take 16 bits; the CPU's kernels take 16 or 32.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 LAYERS, HEADS, HEADS_KV, HEAD_DIM = 2, 4, 2, 32
@@ -21,7 +21,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x, attend):
-        # Slices of one buffer go in as they lie: nothing is copied for attention.
+        # Slices of one buffer are passed as they lie: attention copies nothing.
         fused = self.qkv(self.before(x)).to(DTYPE).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = fused.split([HEADS, HEADS_KV, HEADS_KV], dim=-2)
         x = x + self.out(attend(q, k, v).flatten(-2).to(x.dtype))

@@ -17,7 +17,8 @@ def main():
         return torch.randn(total, heads, HEAD_DIM, device=DEVICE).to(DTYPE).requires_grad_()
 
     q, k, v = rows(HEADS), rows(HEADS_KV), rows(HEADS_KV)
-    # First token of each document and the end of the last one, on the device, where the kernel reads them.
+    # Offsets of the documents: each one's first token, and the end of the last. They lie on the device, where the
+    # kernel reads them.
     first = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0).to(torch.int32)
     longest = dict(max_seqlen_q=max(LENGTHS), max_seqlen_k=max(LENGTHS))
     o = fmha.attention(q, k, v, mask="causal", cu_seqlens_q=first, cu_seqlens_k=first, **longest)
@@ -25,7 +26,7 @@ def main():
     gradients = torch.autograd.grad(o, (q, k, v), dout)
     print(f"{total} rows instead of the {len(LENGTHS) * max(LENGTHS)} of a padded batch")
 
-    # Each document alone gives the same rows.
+    # Each document computed alone gives the same rows.
     for begin, length in zip(first.tolist(), LENGTHS):
         here = slice(begin, begin + length)
         alone = [x[here].detach()[None].requires_grad_() for x in (q, k, v)]

@@ -101,7 +101,7 @@ def main():
         with torch.no_grad():
             sequences, sampled = roll_out(policy, device)
         trained = train(policy, sequences, device)
-        # The context covers backward too, where a checkpointed layer would be computed again.
+        # The context must cover backward too: a checkpointed layer is computed again there.
         (-sum(chance for own in trained for chance in own)).backward()
     pairs = [(a, b) for own, again in zip(sampled, trained) for a, b in zip(own, again)]
     most = max(float((a - b).detach().abs()) for a, b in pairs)

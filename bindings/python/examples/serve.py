@@ -52,7 +52,7 @@ def main():
     )
     took = time.perf_counter() - start
     got = {tuple(one.prompt_ids): one.generated_tokens for one in served.values()}
-    # Each request alone, by eager attention.
+    # Each request is computed alone, with eager attention.
     model.set_attn_implementation("eager")
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device=model.device)

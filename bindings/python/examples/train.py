@@ -45,7 +45,7 @@ def main():
     ours, _ = train(fused)
     print(f"loss {ours[0]:.2f} to {ours[-1]:.2f} in {len(ours)} steps on {DEVICE}")
     assert ours[-1] < 0.5 * ours[0]
-    # The first steps, before small differences have grown, are those of torch's own attention.
+    # The first steps equal those with torch's own attention, before small differences grow.
     theirs, _ = train(plain, steps=3)
     assert all(abs(a - b) < 0.02 for a, b in zip(ours, theirs)), (ours[:3], theirs)
 

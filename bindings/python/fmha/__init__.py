@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 
-#: The type of a caller's tensors, which is that of what a call makes.
+#: The type of a caller's tensors. Tensors that a call returns have the same type.
 _Given = TypeVar("_Given")
 
-#: Modules by the types of tensors that they have taken.
+#: Modules of this package by the type of tensor that they handle.
 _doors: Dict[type, Any] = {}
 
 

@@ -27,7 +27,8 @@ _ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _ROW_INVARIANT, _CHEC
     for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "row_invariant", "check_lengths")
 )
 
-#: How many :func:`row_invariant` are in force. A number of the process, which torch's compiler reads as it is.
+#: Number of :func:`row_invariant` blocks that are active in the process. torch's compiler reads the number as a
+#: constant.
 _asked_for_rows = 0
 
 
@@ -140,13 +141,14 @@ TENSORS = (
     "descale_v",
 )
 
-#: None of them, which is what most calls have: :func:`bind` gives this very tuple then.
+#: No tensor of :data:`TENSORS` given, as in most calls: :func:`bind` then returns this very tuple.
 NO_TENSORS: Tuple[Any, ...] = (None,) * len(TENSORS)
 
-#: What :func:`fmha.attention_with_kvcache` takes besides, likewise.
+#: Tensors that :func:`fmha.attention_with_kvcache` takes besides :data:`TENSORS`, in the order in which operators take
+#: them.
 CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
 
-#: What follows :data:`CACHE_TENSORS` where the cache has scales by rows.
+#: Tensors that follow :data:`CACHE_TENSORS` where the cache has scales by rows.
 CACHE_SCALES = ("k_scale", "v_scale")
 
 
@@ -166,7 +168,7 @@ def dtype_code(dtype: Any) -> int:
     return _native.DTYPES[name]
 
 
-#: Other libraries' names of arguments, and ours.
+#: Arguments' names in other libraries, each with the name in this one.
 _THEIRS = {
     "is_causal": "causal (from the last key), or mask='t' (from the first, as torch has it)",
     "scale": "softmax_scale",
@@ -288,7 +290,7 @@ def bind(
             right,
             sink_columns,
             probability,
-            # A call with dropout has a seed, or its interface draws one.
+            # A call with dropout must have a seed; an interface without one draws it.
             (None if probability else 0) if seed is None else word("seed", seed),
             word("offset", offset),
             dtype_code(dtype_o),
@@ -305,7 +307,7 @@ def with_seed(numbers: Tuple[Any, ...], seed: int) -> Tuple[Any, ...]:
     return (*numbers[:_AT_SEED], seed, *numbers[_AT_SEED + 1 :])
 
 
-# Python names it where an argument is none of these.
+# Python names this function in the error for an unknown argument.
 bind.__qualname__ = "attention"
 
 Function = TypeVar("Function", bound=Callable[..., Any])

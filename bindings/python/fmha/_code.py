@@ -10,13 +10,13 @@ from ._mask_data import OUTPUTS, TENSORS as MASK_TENSORS, Masks
 from ._numbers import shown
 from ._trace import Code, Tracer
 
-#: No function of either sort: what masks as data and small outputs are put into.
+#: Neither a score nor a mask function. Masks as data and small outputs are added to this value.
 NOTHING = Code("", "", (), (), ())
 
-#: What a call takes: a text, a function of torch's signature, or what another door of this package has bound.
+#: A score or mask function as a call takes it: a text, a function of torch's signature, or code that is already bound.
 Function = Union[str, Callable[..., Any], Code]
 
-#: The letters of the arguments of each function, in order.
+#: The letters that name each function's arguments, in order.
 _VARIABLES = {"score": "sbhqk", "mask": "bhqk"}
 
 
@@ -34,7 +34,7 @@ def bind(
     ``names`` are those of the arguments, and ``device`` is Q's. With ``folds`` numbers
     of what kernels have built in are the text's: the call has nothing that such a part would not go with."""
     if isinstance(score, Code):
-        # Another door of this package has bound it.
+        # Another interface of this package has already bound the score.
         return score if masks is None else score._replace(masks=masks)
     given = {} if captured is None else _mapping(captured)
     if score is None and mask is None:
@@ -75,7 +75,7 @@ def _folded(
 ) -> Tuple[str, Tuple[Tuple[str, str], ...]]:
     own, reads = read
     numbers = tuple(name for name, of in reads if "[" not in of)
-    # A score whose tensors have gradients stays a function there, with its numbers.
+    # A score whose tensors have gradients stays a function of its numbers.
     if not numbers or kind == "score" and len(numbers) < len(reads):
         return read
     folded = _native.built_in(own, numbers, tuple(_number(name, dict(reads)[name], values[name]) for name in numbers))

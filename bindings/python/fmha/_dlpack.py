@@ -26,10 +26,10 @@ def array(name: str, value: Any) -> numpy.ndarray:
     raise TypeError(f"{name}: {type(value).__name__} is neither a NumPy array nor a DLPack tensor")
 
 
-#: An array of NumPy's knows no traced index.
+#: A traced index is wrapped: NumPy's array can not be indexed by it.
 WRAPS = True
 
-#: Names of the types that a captured array's elements have in the language, by NumPy's; what has none is made another.
+#: Types' names in the language of scores by NumPy's names. A captured array of another type in ``_WIDER`` is converted.
 _STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64", "bool": "bool"}
 _WIDER = {"float64": "float32", "int16": "int32", "int8": "int32", "uint8": "int32"}
 
@@ -85,7 +85,7 @@ def _placed(name: str, value: Any) -> Tuple[numpy.ndarray, List[int]]:
             raise ValueError(f"{name} has stride {stride} bytes on axis {axis}, no multiple of {size}")
     if not given.dtype.isnative:
         raise TypeError(f"{name} is of {given.dtype.str}, whose bytes are in another machine's order")
-    # NumPy makes arrays without elements with strides of 0, of which a dense last axis has 1.
+    # NumPy makes arrays without elements with strides of 0; the library wants a step of 1 on the last axis.
     return given, [stride // size for stride in given.strides] if given.size else _dense(given.shape)
 
 
@@ -128,7 +128,7 @@ def writable(name: str, value: Any) -> Any:
 
 
 def _outputs(query: numpy.ndarray, head_dim_v: int, numbers: Tuple[Any, ...]) -> Tuple[numpy.ndarray, numpy.ndarray]:
-    # Rows that the lengths leave out are not written: they are zeros.
+    # The kernel does not write rows that the lengths leave out, so they are zeros from the start.
     o = numpy.zeros((*query.shape[:-1], max(head_dim_v, 0)), _o_dtype(query, numbers))
     return o, numpy.zeros(query.shape[:-3] + (query.shape[-2], query.shape[-3]), numpy.float32)
 

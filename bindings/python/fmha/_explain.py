@@ -7,7 +7,8 @@ from typing import Any, List, Optional, Tuple
 from . import _arguments, _code, _native
 from ._trace import Code
 
-#: Where an output lies that a plan is made for: nothing is written, and kernels' alignments divide it.
+#: Address of outputs in a request that is only planned: nothing is written there, and the kernels' alignments divide
+#: it.
 _NOWHERE = 256
 
 _AT_SEED = _native.NUMBERS.index("seed")
@@ -36,7 +37,7 @@ def described(
 ) -> Tuple[_native.Request, List[Any]]:
     """A request that a call, or its gradients, is planned by, and what has to outlive it."""
     qkv, tensors = door.prepared(qkv, tensors)
-    # A plan is the same whatever the seed.
+    # The plan does not depend on the seed.
     request = _native.Request(numbers if numbers[_AT_SEED] is not None else _arguments.with_seed(numbers, 0))
     # The return values of `put` own memory that the request points to.
     alive = [door.put(request, *named) for named in [*zip("qkv", qkv), *zip(_arguments.TENSORS, tensors)]]

@@ -28,7 +28,7 @@ __all__ = [
     "round_multiple",
 ]
 
-#: FlashAttention's tests ask it, to know whose kernels run.
+#: FlashAttention's tests read this flag to learn whose kernels run.
 USE_TRITON_ROCM = False
 
 
@@ -60,7 +60,7 @@ def _run(q, k, v, mask: Mask, dropout_p, softmax_scale, softcap, alibi_slopes, r
     marks = q.new_empty(0)
     if return_softmax:
         marks = _marks.marks(q, k, mask, **drops, **rest, **lengths)
-    # The seed lies on the CPU, so that a reader does not wait for a device.
+    # The seed lies on the CPU, so that reading it does not wait for a device.
     return out, lse, marks, torch.tensor([seed, offset], dtype=torch.int64, device="cpu")
 
 
@@ -147,7 +147,7 @@ def gradients_into(
     refuse_outputs(**{name: (into, x.shape) for name, into, x in zip(("dq", "dk", "dv"), written, (q, k, v))})
     _, numbers = bind(**call)
     dense = [_torch.last_is_dense(x) for x in (dout, q, k, v, out)]
-    # FlashAttention 2 says +inf of a row without keys.
+    # FlashAttention 2 gives +inf as the LSE of a row without keys.
     lse = torch.where(torch.isposinf(lse), -torch.inf, lse).contiguous()
     with torch.no_grad():
         made = _torch.backward(*dense, lse, None, None, alibi_slopes, None, *lengths, *numbers)
@@ -254,7 +254,7 @@ def by_sequence(sums: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
     at = starts[sequence] + torch.arange(total, device=sums.device) - cu_seqlens_q[sequence]
     made = sums.new_zeros((sums.shape[0], total + 128 * batch))
     row = torch.arange(total, device=sums.device)
-    # Rows in front of the first sequence are no sequence's, as those behind the last one.
+    # Rows in front of the first sequence belong to no sequence, and neither do rows behind the last one.
     inside = (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
     return made.index_add(1, at.clamp(0, max(made.shape[1] - 1, 0)), torch.where(inside, sums, 0))
 

@@ -116,7 +116,7 @@ def _flash_attn_forward(
             **call,
         )
     if out_ is not None:
-        # A copy that autograd knows of: a gradient goes through it.
+        # The copy is made where autograd records it, so that a gradient passes through it.
         with torch.set_grad_enabled(out.requires_grad):
             out = out_.copy_(out)
     return out, lse, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
@@ -279,5 +279,5 @@ def register() -> None:
     )
     for schema, kernel in kernels:
         _library.define(schema)
-        # Composite: what it calls has gradients and fakes of its own.
+        # The operator is composite: the operators that it calls have gradients and fake kernels of their own.
         _library.impl(schema.partition("(")[0], kernel, "CompositeImplicitAutograd")

@@ -37,7 +37,7 @@ _library.fmha_py_workspace_index_loss.argtypes = [
 #: What the library's text has where a sound call has no kernel.
 _NO_KERNEL = "has no kernel for this problem"
 
-#: Elements that torch's operators gather at once.
+#: Most elements that torch's operators gather at once.
 _GATHERED = 1 << 24
 
 _TRAINED = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,7 +58,7 @@ def _by_library(
     if not any(wanted):
         return made
     for name, x in zip((*_READ, *_WRITTEN), (*alive, *made)):
-        # Without elements torch gives no address.
+        # torch gives no address of a tensor without elements.
         setattr(call, name, None if x is None else x.data_ptr() or 256)
     call.dtype_q, call.dtype_k = (_native.DTYPES[str(x.dtype).rpartition(".")[2]] for x in (q, k))
     call.deterministic = torch.are_deterministic_algorithms_enabled()
@@ -110,7 +110,7 @@ def _by_torch(
                 listed = (indices[b, rows] >= 0) & (indices[b, rows] < seqlen_k)
                 entries = torch.where(listed, indices[b, rows], 0).long() + b * seqlen_k
                 of_q, of_w = q[b, rows].to(dtype), weights[b, rows].to(dtype)
-                # An absent entry names key 0, whose numbers it must not read.
+                # An absent entry is read as key 0, whose numbers must not count.
                 of_k = torch.where(listed[..., None], keys[entries], 0)
                 products = torch.einsum("ihd,ijd->ihj", of_q, of_k)
                 products = torch.where(listed[:, None], products, 0)
@@ -241,7 +241,7 @@ def index_target(
                 grouped = q[b, rows].to(dtype).unflatten(1, (heads_kv, -1))
                 scores = torch.einsum("ighd,ijgd->ighj", grouped, keys).flatten(1, 2) * scale
                 of_rows = lse[b, :, rows].T.to(dtype)[..., None]
-                # A row that sees no key has no probability.
+                # A row that sees no key has probabilities of 0.
                 p = torch.where(torch.isneginf(of_rows), 0, (scores - of_rows).exp()).sum(1)
                 target[b, rows] = torch.where(listed, p, 0)
     return target

@@ -18,7 +18,7 @@ def put(name: str, source: types.ModuleType, names: Iterable[str], force: bool) 
         )
     module = types.ModuleType(name, source.__doc__)
     module.__fmha__ = source.__name__  # type: ignore[attr-defined]
-    # Version of the generation whose functions these are, for callers that compare versions.
+    # Version of FlashAttention whose functions the module has, for callers that compare versions.
     module.__version__ = "2.8.3"  # type: ignore[attr-defined]
     module.__path__ = []
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)

@@ -15,7 +15,7 @@ class Rows(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
-    #: i32 ``[batch, rows]``.
+    #: Block table, i32 of shape ``[batch, rows]``.
     table: torch.Tensor
 
 
@@ -59,7 +59,7 @@ def from_left(
         raise NotImplementedError(f"cache_leftpad: k_cache has {k.shape[0]} rows, beyond 2^31")
     size = k_cache.shape[1]
     most = block_table.shape[1] * size
-    # Rows after a sequence's last page are never read or written: the caller leaves out new rows beyond it.
+    # Rows after a sequence's last page are never read or written. The caller leaves out new rows that would lie there.
     place = (torch.arange(most, device=k.device) + leftpad.long()[:, None]).clamp(0, max(most - 1, 0))
     page = block_table.long().gather(1, place // max(size, 1))
     return Rows(k, v, (page * apart + place % max(size, 1)).to(torch.int32))
@@ -175,10 +175,10 @@ def in_chunks_of_pages(
         cu_seqlens_q, max_seqlen_q = _first_rows(q.shape[0], q.shape[1], q.device), q.shape[1]
         q = q.flatten(0, 1)
     size = max(k_cache.shape[1], 1)
-    # A chunk that holds all of the cache is the whole sequence: tables are as wide as a chunk.
+    # A chunk that holds the whole cache is the whole sequence: tables need no more columns than a chunk has.
     attention_chunk = min(attention_chunk, max(block_table.shape[1], 1) * size)
     if attention_chunk % size:
-        # A chunk begins inside of a page: rows are pages then.
+        # A chunk begins inside of a page, so each row becomes a page.
         k_cache, v_cache, block_table = from_left(k_cache, v_cache, block_table, torch.zeros_like(used_k))
         size = 1
     most = block_table.shape[1] * size
@@ -187,7 +187,7 @@ def in_chunks_of_pages(
     ahead = used_k - used_q
     chunk = ahead.clamp(min=0) // attention_chunk + torch.arange(count, device=q.device)
     ends_q = torch.minimum(((chunk + 1) * attention_chunk - ahead).clamp(min=0), used_q)
-    # First the rows in front of key 0, a chunk without keys.
+    # The rows in front of key 0 come first, as a chunk without keys.
     ends_q = torch.cat((torch.zeros_like(ahead), torch.minimum((-ahead).clamp(min=0), used_q), ends_q), 1)
     keys = (used_k - chunk * attention_chunk).clamp(0, attention_chunk)
     keys = torch.nn.functional.pad(keys, (1, 0)).flatten().to(torch.int32)

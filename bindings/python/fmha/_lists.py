@@ -15,7 +15,7 @@ _DETERMINISTIC = _native.OPTIONS["deterministic"]
 
 _ARE = "indices: lists of keys are"
 
-#: What a call may have beside its lists, by name.
+#: Tensors that a call may have beside its lists, by name.
 Named = Sequence[Tuple[str, Optional[torch.Tensor]]]
 
 
@@ -41,7 +41,7 @@ class Lists:
         for name, tensor in (("indices", indices), ("topk_length", topk_length)):
             if tensor is not None and not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch's")
-        # A tensor goes by its memory, which a negative view does not have as numbers.
+        # A kernel reads a tensor's memory, and a tensor with torch's negative bit has other numbers there.
         indices = _torch.resolved(indices)
         self.indices = indices if indices.dim() == 0 or indices.stride(-1) == 1 else indices.contiguous()
         self.topk_length = topk_length if topk_length is None else _torch.resolved(topk_length).contiguous()
@@ -151,11 +151,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 7
-        # Tensors that were changed in place since are refused here.
+        # Unpacking raises an error for tensors that were changed in place since the forward pass.
         q, k, v, o, lse, sink, _, _, *rest = ctx.saved_tensors
         dout = torch.zeros_like(o) if dout is None else _torch.last_is_dense(dout)
         dlse = None if dlse is None else dlse.contiguous()
-        # Rows that no query lists, and that lengths leave out, have no gradient.
+        # Rows that no query lists and rows that lengths leave out have gradients of 0.
         dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         dsink = None if sink is None or not ctx.needs_input_grad[3] else torch.zeros_like(sink)
         named = [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), ("sink", sink), *zip(ctx.rest, rest)]

@@ -15,7 +15,7 @@ import torch
 from ._mask import Mask
 from ._theirs import attention_out
 
-#: Longer than any sequence.
+#: Block size longer than any sequence, so that a sequence is one block.
 BLOCK = (1 << 31) - 1
 
 
@@ -92,6 +92,6 @@ def marks(
     largest = s.amax(-1, keepdim=True) if keys else s.new_zeros((*s.shape[:-1], 1))
     unnormed = torch.exp(s - largest.masked_fill(torch.isneginf(largest), 0)).to(q.dtype)
     keep = kept(q, (batch, heads, rows, keys), p_drop, seed, offset)
-    # An element that rounds to 0 keeps its sign.
+    # Dropped elements are negated, so that one that rounds to 0 is -0.
     signed = torch.where(keep | ~seen, unnormed, -unnormed)
     return torch.nn.functional.pad(signed, (0, rounded(keys) - keys, 0, rounded(rows) - rows))

@@ -19,12 +19,12 @@ class Mask(NamedTuple):
 
 
 NONE = Mask()
-#: Each query sees the keys up to its own, counted from the sequence's end.
+#: Causal mask aligned to the sequence's end: each query sees the keys up to its own row.
 CAUSAL = Mask(2, -1, 0)
-#: Likewise, counted from the sequence's start.
+#: Causal mask aligned to the sequence's start.
 CAUSAL_TOP_LEFT = Mask(1, -1, 0)
 
-#: Further than any two rows are apart.
+#: Distance larger than that of any two rows.
 _FAR = (1 << 31) - 1
 
 MaskLike = Union[None, bool, str, Mask]

@@ -12,7 +12,7 @@ from ._numbers import integer, shown
 TENSORS = ("intervals", "mask_bits", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-#: Small outputs, which a call writes into tensors of the caller's.
+#: Small outputs of a call, written to the caller's tensors.
 OUTPUTS = ("row_max", "head_max", "key_sum")
 
 
@@ -23,7 +23,7 @@ class Masks(NamedTuple):
     tensors: Tuple[Any, ...] = (None,) * len(TENSORS)
     block_q: int = 0
     block_k: int = 0
-    #: :data:`OUTPUTS`, ``None`` for those that are not wanted.
+    #: Tensors for :data:`OUTPUTS`; ``None`` for an output that is not wanted.
     outputs: Tuple[Any, ...] = (None,) * len(OUTPUTS)
 
     def is_empty(self) -> bool:
@@ -120,8 +120,8 @@ class BlockLists:
         return masks._replace(block_q=self.block_q, block_k=self.block_k)
 
 
-#: Masks that a call takes: a band, data, or a list of them. A key has to be seen by all, but a block of the full list
-#: asks no other.
+#: Masks that a call takes: a band, masks as data, or a list of masks. A query sees a key that every mask allows; only
+#: block of the full list the other masks are not applied.
 AnyMask = Union[MaskLike, Intervals, MaskBits, BlockLists, List[Any]]
 
 _DATA = (Intervals, MaskBits, BlockLists)

@@ -61,7 +61,7 @@ class MaskObject:
         for x in masks.tensors:
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"MaskObject: mask: {shown(x)} is no tensor of torch's")
-        # Calls know the object by these tensors, which nothing else has.
+        # Calls find the object by these tensors' addresses, so no other tensor may share their memory.
         self._masks: Masks = masks._replace(tensors=tuple(None if x is None else x.clone() for x in masks.tensors))
         tensors, numbers = _arguments.bind(mask=band, **options)
         numbers = door.as_asked(numbers)
@@ -76,7 +76,7 @@ class MaskObject:
         number = _native.mask_object(self._request, behind)
         self._number = number
         self._finalizer = weakref.finalize(self, _native.library.fmha_py_drop_mask_object, number)
-        # Lengths are read at each build.
+        # Lengths are read at each build, so their tensors are kept.
         self._alive: List[Any] = [alive, [x for x in tensors if x is not None], self._masks]
         self.build()
 

@@ -15,7 +15,7 @@ from ._numbers import shown
 
 MAX_DIMS = 5
 
-#: Types by the library's codes; the names are those that every tensor library gives them.
+#: Names of element types by the library's codes. Every tensor library uses these names.
 DTYPES = {
     "float16": 0,
     "bfloat16": 1,
@@ -32,7 +32,7 @@ DTYPES = {
     "bool": 105,
 }
 
-#: Of any other type, which attention does not take.
+#: Code of any type that attention does not take.
 OTHER = -1
 
 
@@ -55,7 +55,7 @@ class Tensor(ctypes.Structure):
     ]
 
 
-#: The library's file, as Cargo names it on this system.
+#: Name of the library's file as Cargo writes it on this system.
 FILE = {"win32": "fmha_native.dll", "darwin": "libfmha_native.dylib"}.get(sys.platform, "libfmha_native.so")
 
 
@@ -71,7 +71,8 @@ def _path() -> pathlib.Path:
 
 
 def _load() -> ctypes.CDLL:
-    # Bundles of compiled kernels lie beside the library; a caller's own FMHA_BUNDLE comes first. A child inherits both.
+    # Bundles of compiled kernels lie beside the library. A caller's own FMHA_BUNDLE comes first, and a child process
+    # inherits the list.
     bundles = os.environ.get("FMHA_BUNDLE", "").split(os.pathsep)
     bundles += sorted(map(str, pathlib.Path(__file__).parent.glob("kernels*.fmha")))
     bundles = list(dict.fromkeys(bundle for bundle in bundles if bundle))
@@ -113,10 +114,10 @@ def check(code: int) -> None:
         raise FmhaError(text())
 
 
-#: What the library calls a cache and its new rows, and :func:`fmha.attention_with_kvcache` does.
+#: The library's names of a cache and its new rows, each with its argument of :func:`fmha.attention_with_kvcache`.
 _OF_A_CACHE = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
 
-# Compiled once: torch's compiler does not trace through `re`'s parser.
+# Patterns are compiled at import, since torch's compiler does not trace through `re`'s parser.
 _QUOTED = re.compile(r" does not compile \(|\nPosition: ")
 _TENSOR = re.compile(r"\b[kv](_new)?\b")
 
@@ -132,15 +133,15 @@ def as_cache(said: str) -> str:
 _bytes = library.fmha_py_describe()
 _slots, _numbers, _options = (line.split() for line in text().split("\n"))
 
-#: Where each tensor of a request is.
+#: Position in a request of each tensor, by name.
 SLOTS = {name: at for at, name in enumerate(_slots)}
 #: A request's numbers, in the order in which operators take them.
 NUMBERS: Tuple[str, ...] = tuple(number.partition(":")[0] for number in _numbers)
-#: Those that are no whole numbers.
+#: Names of the numbers that are floats and not integers.
 FLOATS = {number.partition(":")[0] for number in _numbers if ":float" in number}
-#: Those that nobody need say: ``None`` here, NaN in a request.
+#: Names of the numbers that may be absent: ``None`` in Python, NaN in a request.
 OPTIONAL = {number.partition(":")[0] for number in _numbers if number.endswith("?")}
-#: What is wanted of a plan: bits of the number ``options``.
+#: Options of a plan: bits of the number ``options``, by name.
 OPTIONS = {name: 1 << at for at, name in enumerate(_options)}
 
 

@@ -19,7 +19,7 @@ def real(name: str, number: Any) -> float:
     if type(number) is float:
         return number
     try:
-        # float("1") is 1, which is never meant.
+        # A text is refused, although float("1") is 1.
         if not isinstance(number, (str, bytes)):
             return float(number)
     except (TypeError, ValueError):

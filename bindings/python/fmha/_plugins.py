@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 
-#: vLLM's names of sparse backends that ``FMHA_VLLM_SPARSE`` may lead to ours.
+#: vLLM's names of sparse backends that ``FMHA_VLLM_SPARSE`` may redirect to this library.
 VLLM_SPARSE = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
 
-#: SGLang's name of its sparse backend, and the one that it had before.
+#: SGLang's name of its sparse backend, and the backend's former name.
 SGLANG_SPARSE = ("dsa", "nsa")
 
 
@@ -19,10 +19,10 @@ def vllm() -> None:
 
     path = "fmha.vllm.Backend"
     if not hasattr(AttentionBackendEnum, "register"):
-        # vLLM of this version would accept a name of our own, and then not find it.
+        # vLLM of this version accepts a backend under a new name, but then does not find it.
         register_backend(AttentionBackendEnum.CUSTOM, path)
     elif "FMHA" not in AttentionBackendEnum.__members__:
-        # Once a process: a second member of that name is an error.
+        # A process registers the name once: a second registration is an error.
         register_backend("FMHA", path)
         register_backend("FMHA_SPARSE", "fmha.vllm_sparse.Backend")
     for name in filter(None, os.environ.get("FMHA_VLLM_SPARSE", "").split(",")):

@@ -15,10 +15,10 @@ from ._numbers import shown
 from ._trace import Code
 from ._traced_torch import STORED
 
-#: Six tensors of masks, ``None`` for those that a call has not, and captured tensors.
+#: Six tensors of masks, ``None`` for masks that the call does not have, and the captured tensors.
 Operands = Tuple[Tuple[Optional[torch.Tensor], ...], Tuple[torch.Tensor, ...]]
 
-#: A name that a text declares, and the type of its elements.
+#: A declaration in a function's text: a name and the type of its elements.
 _DECLARED = re.compile(r"(?:^|; )([A-Za-z]\w*): (\w+)")
 
 
@@ -55,7 +55,7 @@ class Coded:
             one = listed[at]
             one.num_dims = len(sizes)
             for axis, (size, step) in enumerate(zip(sizes, steps)):
-                # An axis of one index has no next one.
+                # An axis of one index gets its full size and a stride of 0.
                 one.shape[axis], one.strides[axis] = size, 0 if size == 1 else step
             if at in wanted:
                 one.write_grad, one.dtype_grad = 1, _native.DTYPES[str(dtype).rpartition(".")[2]]

@@ -20,7 +20,7 @@ _DESCALES = ("descale_q", "descale_k", "descale_v")
 
 class _Format(NamedTuple):
     code: int
-    #: Types that elements may have, of which the first is what the library is told.
+    #: Types that elements may have. The library is given the first one.
     elements: Tuple[torch.dtype, ...]
     scales: Tuple[torch.dtype, ...]
     elems_per_byte: int
@@ -99,7 +99,7 @@ def attention(
     put = _Put(scales, form)
     if not _torch._want_gradients(*scales.of, named["sink"]):
         return _forward((q, k, v), head_dim_v, more, numbers, put)
-    # Shapes of the values, whose gradients a call has.
+    # Shapes of the values that Q, K and V stand for: gradients have these shapes.
     keys = (k.shape[-3] if v.dim() == 4 and by_columns else v.shape[-3], v.shape[-2], head_dim_v)
     shapes = [(*x.shape[:-1], x.shape[-1] * form.elems_per_byte) for x in (q, k)] + [(*v.shape[:-3], *keys)]
     for name, x, shape in zip("qkv", scales.of, shapes):
@@ -138,20 +138,20 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 9
-        # Tensors that were changed in place since are refused here.
+        # Unpacking raises an error for tensors that were changed in place since the forward pass.
         q, k, v, o, lse, sink, _, _, _, *rest = ctx.saved_tensors
         dout = torch.zeros_like(o) if dout is None else _torch.last_is_dense(dout)
         dlse = None if dlse is None else dlse.contiguous()
         types = {x for x in ctx.types if x is not None}
         dtype = types.pop() if len(types) == 1 and types <= set(_torch._CAST) else torch.float32
-        # Rows that lengths leave out have no gradient.
+        # Rows that lengths leave out have gradients of 0.
         made = [torch.zeros(shape, dtype=dtype, device=q.device) for shape in ctx.shapes]
         dsink = None if sink is None or not ctx.needs_input_grad[3] else torch.zeros_like(sink)
         named = [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), ("sink", sink), *zip(ctx.names, rest)]
         named += [("dout", dout), ("dlse", dlse), *zip(("dq", "dk", "dv"), made), ("dsink", dsink)]
         with torch.no_grad():
             _lists._run(ctx.numbers, [(name, x) for name, x in named if x is not None], ctx.put, _ARE)
-        # torch casts a gradient of another type than its tensor.
+        # torch converts a gradient whose type is not its tensor's.
         wanted = [x if asked else None for x, asked in zip((*made, dsink), ctx.needs_input_grad)]
         return (*_torch.once(wanted, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse), None, None, None, None, None)
 
@@ -189,7 +189,7 @@ def quantize(
     with torch.no_grad():
         x = _torch.resolved(x.detach())
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            # Numbers of more bits are rounded to f32 first; infinities stay.
+            # Numbers of more bits are rounded to f32 first; infinities stay infinite.
             x = x.to(torch.float32)
         four = x if x.dim() == 4 else x.unsqueeze(0)
         batch, seqlen, heads, dim = four.shape
@@ -214,9 +214,9 @@ def quantize(
         call.batch, call.seqlen, call.num_heads, call.dim = four.shape
         for what, tensor in (("x", four), ("elements", elements), ("scales", scales)):
             for place, axis_name in enumerate(("batch", "seqlen", "head", "dim")):
-                # torch gives an axis of one element any stride.
+                # torch may give an axis of one element any stride.
                 setattr(call, f"{what}_{axis_name}", tensor.stride(place))
-            # Without elements torch gives no address; the library asks whether there is one.
+            # torch gives no address of a tensor without elements, but the library refuses a null one.
             setattr(call, what, tensor.data_ptr() or 256)
         call.dtype, call.format = dtype_code(four.dtype), form.code
         call.blocks_of_rows, call.pairs_of_rows = axis != -1, by_columns

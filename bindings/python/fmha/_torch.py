@@ -36,7 +36,7 @@ plain = torch.ops.fmha.plain.default
 plain_o = torch.ops.fmha.plain_o.default
 plain_backward = torch.ops.fmha.plain_backward.default
 
-#: A tensor of torch's, asked for an element by a traced index, asks the index.
+#: A traced index is not wrapped: torch's tensor, indexed by it, calls the index's own method.
 WRAPS = False
 
 is_compiling = torch.compiler.is_compiling
@@ -47,7 +47,7 @@ def read_function(name: str, text: str, is_mask: bool) -> Tuple[str, Tuple[Tuple
     return _native.read_function(name, text, is_mask)
 
 
-# The mark that torch.compiler.assume_constant_result sets; calling it would import the whole compiler.
+# torch.compiler.assume_constant_result sets this mark, but calling it imports the whole compiler.
 read_function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -59,10 +59,10 @@ _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
     _native.OPTIONS[name] for name in ("deterministic", "wants_dbias", "wants_dsink")
 )
 
-#: The option of calls whose lists of tiles serve later ones.
+#: Option of calls that keep their lists of tiles for later calls.
 KEEPS_LISTS = _native.OPTIONS["keeps_lists"]
 
-#: Where the type of O and the options are among the numbers that all operators take.
+#: Positions of O's type and of the options among the numbers that all operators take.
 _AT_DTYPE_O, _AT_OPTIONS = _native.NUMBERS.index("dtype_o"), _native.NUMBERS.index("options")
 _AT_P_DROP, _AT_SEED = _native.NUMBERS.index("p_drop"), _native.NUMBERS.index("seed")
 _AT_HEAD_DIM_V = _native.NUMBERS.index("head_dim_v")
@@ -91,7 +91,7 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
     num_numbers = sum(name in _native.NUMBERS for name in of_call)
 
     def fake(*arguments: Any) -> Any:
-        # A seed that is a tensor follows, of which nothing is known.
+        # A seed that is a tensor follows the numbers; its value is unknown here.
         numbers = arguments[num_tensors : num_tensors + num_numbers]
         if names[-1] == "numbers":
             numbers = _SPELT[arguments[-1]]
@@ -116,7 +116,7 @@ def _code_of(arguments: Sequence[Any]) -> Tuple[Code, int]:
     score, mask, names, tensors, numbers, block_q, block_k, *rest = arguments
     named = tuple(name for name in names.split(",") if name)
     wanted = rest[0] if rest and isinstance(rest[0], int) else 0
-    # Tensors of masks are among the operator's own.
+    # The operator takes the tensors of masks as arguments of its own.
     masks = Masks(block_q=block_q, block_k=block_k)
     return Code(score, mask, named, tuple(tensors), tuple(numbers), masks), wanted
 
@@ -143,7 +143,7 @@ def _refuse(
 ) -> None:
     """Raises what the operator's kernel would."""
     request = _native.Request(numbers)
-    # Tensors of one place have one address: V may be the front of K's rows.
+    # Tensors of the same memory share an address: V may be the front of K's rows.
     places: Dict[Any, int] = {}
     for name, tensor in given.items():
         storage = given["k"] if name == "v" and _may_be_front_of_keys(given) else tensor
@@ -231,7 +231,7 @@ def _maps(operator: Any) -> None:
             folded = (given[at].flatten(0, 1).contiguous() if at in given else None for at in range(count))
             results = operator(*folded, *numbers)
             apart = [x if x.dim() < 3 else x.unflatten(0, (info.batch_size, batch)) for x in _listed(results)]
-            # A gradient that is not wanted is a tensor of one axis, which vmap leaves as it is.
+            # A gradient that is not wanted is a tensor of one axis, and vmap does not map it.
             dims = tuple(None if x.dim() < 3 else 0 for x in apart)
         else:
             calls = [
@@ -270,7 +270,7 @@ for _operator in (combine_op, add_parts_op):
     _maps_parts(_operator)
 
 
-#: What the library keeps for the process: numbers by the number that stands for them, and the reverse.
+#: Tuples of numbers that the library keeps for the process, by the number that stands for them, and the reverse.
 _SPELT: Dict[int, Tuple[Any, ...]] = {}
 _KEPT: Dict[Tuple[Any, ...], int] = {}
 
@@ -281,7 +281,7 @@ def _kept(numbers: Tuple[Any, ...]) -> int:
     if at is None:
         at = _native.keep(numbers)
         if at >= 0:
-            # First what is looked up by it: another thread may have it at once.
+            # The tuple is stored before its number, since another thread may look the number up at once.
             _SPELT[at] = numbers
             _KEPT[numbers] = at
     return at
@@ -316,7 +316,7 @@ def _no_tangents() -> Any:
 
 def once(gradients: Sequence[Any], /, **sources: Any) -> Tuple[Any, ...]:
     """Gradients that were made from ``sources`` without autograd, some of them ``None``."""
-    # A compiler refuses second derivatives itself.
+    # A compiler refuses second derivatives on its own.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(gradients)
     given = [x for x in gradients if x is not None]
@@ -332,7 +332,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(_why, o, lse, *_sources):
-        # Detached tensors and not views, which may not be changed in place.
+        # The results are detached tensors and not views, since autograd forbids in-place changes of such views.
         return o.detach(), lse.detach()
 
     @staticmethod
@@ -370,7 +370,7 @@ class _Plain(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return None, None, None, None
-        # The tensors are read once: a checkpoint gives them no second time.
+        # Saved tensors are read once: a checkpoint does not give them a second time.
         q, k, v, o, lse = ctx.saved_tensors
         with torch.no_grad():
             gradients = plain_backward(_dense_dout(dout, o), q, k, v, o, lse, _dense_dlse(dlse), ctx.numbers)
@@ -477,7 +477,7 @@ class _Coded(torch.autograd.Function):
             _refuse_gradients(alibi_slopes=alibi_slopes)
         numbers = list(ctx.numbers)
         if numbers[_AT_OPTIONS] & KEEPS_LISTS and torch.cuda.is_current_stream_capturing():
-            # A graph keeps lists of its own: these may go before it.
+            # A graph keeps its own lists of tiles, so this call need not keep any.
             numbers[_AT_OPTIONS] &= ~KEEPS_LISTS
         if bias is not None and wants[3]:
             numbers[_AT_OPTIONS] |= _WANTS_DBIAS
@@ -532,7 +532,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        # Lengths and numbers come one by one here, since transforms pair arguments with gradients.
+        # Lengths and numbers are separate arguments here, since transforms pair each argument with a gradient.
         return (*_Attention.backward(ctx, dout, dlse)[:6], *(None,) * (5 + len(ctx.numbers)))
 
     jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
@@ -593,7 +593,7 @@ def attention(
     if code is not None:
         return _with_code(q, k, v, tensors, numbers, code)
     if _is_transformed():
-        # A tensor of theirs does not say whether one below it wants a gradient.
+        # A transform's wrapped tensor does not tell whether the tensor inside it wants a gradient.
         _refuse_beside_gradients(tensors)
         numbers, drawn = _seeded(q, numbers)
         return _Transformed.apply(q, k, v, tensors[0], tensors[2], tensors[1], drawn, *tensors[3:7], *numbers)
@@ -663,7 +663,7 @@ def _with_code(
     return _Coded.apply(q, k, v, *rest, *code.tensors)
 
 
-#: What autocast casts: not f64, as torch's own attention, nor FP8.
+#: Types that autocast converts. f64 stays, as in torch's own attention, and so does FP8.
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -685,12 +685,12 @@ def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple
         if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
             by_columns = v.dim() > 2 and v.stride(-3) == 1
             q, k, v = _rows(q), _rows(k), v if by_columns else _rows(v)
-        # Torch 2.11's compiler does not trace whether tuples are one object.
+        # The compiler of torch 2.11 does not trace whether two tuples are one object.
         if torch.compiler.is_compiling() or tensors is not NO_TENSORS:
             bias = None if tensors[0] is None else _rows(tensors[0])
             tensors = (bias, *(x if x is None or x.is_contiguous() else x.contiguous() for x in tensors[1:]))
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        # The operator names the argument that is no tensor.
+        # The operator reports the argument that is no tensor.
         pass
     return (q, k, v), tensors
 
@@ -706,7 +706,7 @@ def resolved(x: Any) -> Any:
 
 def _refuse_views(**written: Any) -> None:
     """Raises for an output whose memory has other numbers than it: torch ends the process where one is written to."""
-    # A compiler writes to tensors that it has made, and copies.
+    # A compiler writes to copies of tensors, so it checks nothing here.
     for name, x in () if torch.compiler.is_compiling() else written.items():
         for what in ("is_neg", "is_conj"):
             if isinstance(x, torch.Tensor) and getattr(x, what)():
@@ -718,7 +718,7 @@ def _refuse_views(**written: Any) -> None:
 def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Optional[torch.Tensor]]:
     """Numbers with a seed of torch's generator where a call that drops elements has none; while a compiler traces, the
     seed as a tensor beside them."""
-    # A captured call keeps its seed, a number of the host's: each replay would repeat one mask.
+    # A captured call keeps its seed, which the host draws, so each replay would repeat one dropout mask.
     is_on_gpu = numbers[_AT_P_DROP] and not torch.compiler.is_compiling() and getattr(q, "is_cuda", False)
     if is_on_gpu and torch.cuda.is_current_stream_capturing():
         raise ValueError("p_drop: a graph is captured, whose replays would all drop the same elements")
@@ -766,7 +766,7 @@ def _moves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     try:
         return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     except AttributeError:
-        # The operator names the argument that is no tensor.
+        # The operator reports the argument that is no tensor.
         return False
 
 
@@ -775,7 +775,7 @@ def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers:
     return _is_plain(tensors, numbers) and not _moves(*qkv)
 
 
-#: Parts that a GPU's kernel takes at once.
+#: Most parts that a GPU's kernel takes at once.
 _MOST_PARTS = 128
 
 
@@ -822,7 +822,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         o_parts, lse_parts, o, lse = ctx.saved_tensors
         with torch.no_grad():
-            # A row that no part has any key of has LSE -inf throughout, and no gradient.
+            # A row for which no part has a key has LSE -inf in every part, and no gradient.
             weights = torch.where(torch.isneginf(lse_parts), 0.0, torch.exp(lse_parts - lse))
             rows = weights.transpose(-1, -2).unsqueeze(-1)
             along = ((o_parts.float() - o.float()) * dout.float()).sum(-1) + dlse.transpose(-1, -2)
@@ -882,11 +882,11 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
     if wants_grad:
         raise ValueError("o is given, but there is no gradient of what is added in place")
     _refuse_views(o=o)
-    # An O that is no output tensor is refused by the operator.
+    # The operator refuses an O that is no tensor.
     if not _are_many(o_parts) or getattr(o, "dtype", None) not in (torch.float32, torch.float16, torch.bfloat16, *_FP8):
         add_parts_to(o_parts, o, *numbers)
         return o
-    # The groups are added in f32, so that there is one rounding.
+    # Groups of parts are added in f32, so that the sum is rounded once.
     total = o.float()
     for group in o_parts.split(_MOST_PARTS):
         add_parts_to(group, total, *numbers)

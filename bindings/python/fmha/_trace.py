@@ -17,27 +17,27 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 from ._mask_data import Masks
 from ._numbers import shown
 
-#: Words that mean something in the language.
+#: Reserved words of the language of scores and masks.
 _WORDS = frozenset(
     "let and or not true false inf nan select clamp min max pow mul0 if else bool int float "
     "s b h q k seqlen_q seqlen_k abs sign floor ceil round exp exp2 log log2 sin cos tanh erf sigmoid relu sqrt rsqrt".split()
 )
 
-#: A longer text gets a name where it is used.
+#: Length in characters above which an expression gets a name of its own.
 _LONGEST = 48
 
 
 class Code(NamedTuple):
     """A score and a mask as text, and what they capture by name."""
 
-    #: Texts; ``""``: none.
+    #: Texts of the functions; ``""`` for an absent one.
     score: str
     mask: str
-    #: Names of tensors, then those of numbers.
+    #: Names of captured tensors, then names of captured numbers.
     names: Tuple[str, ...]
     tensors: Tuple[Any, ...]
     numbers: Tuple[float, ...]
-    #: Masks as data beside them.
+    #: Masks as data that the call has beside the functions.
     masks: Masks = Masks()
 
     def is_text(self) -> bool:
@@ -75,17 +75,17 @@ class Tracer:
         self._stored, self._prepared, self._taken = stored, prepared, frozenset(taken)
         self._wraps, self.is_compiling = wraps, is_compiling
         self._labels: Dict[int, str] = {}
-        #: Names by the identity of what is captured, which lives as long as this.
+        #: Names of captured objects by identity. The objects live as long as this tracer.
         self._names: Dict[int, str] = {}
-        #: Tensors as the function has them, each with its name and type.
+        #: Captured tensors as the function has them, each with its name and type.
         self._captured: List[Tuple[Any, str, str]] = []
         self._tensors: List[Tuple[str, Any, str]] = []
         self._numbers: List[Tuple[str, Any]] = []
         self._kept: List[Any] = []
         self._read: Dict[int, Any] = {}
-        #: Q's device, in its library's words.
+        #: Q's device, as Q's tensor library describes it.
         self.device: Any = None
-        #: Functions whose closures were read.
+        #: Functions whose closures were read, by identity.
         self.seen: Dict[int, Any] = {}
 
     def trace(self, kind: str, what: str, function: Callable[..., Any], variables: str) -> str:
@@ -109,7 +109,7 @@ class Tracer:
 
     def tensor(self, x: Any) -> Tuple[str, str]:
         """The name and the type of a captured tensor."""
-        # Comparison by identity: torch's compiler has no `id` of a tensor that the graph makes.
+        # Tensors are compared by identity without `id`, which torch's compiler lacks for tensors that the graph makes.
         for known, name, stored in self._captured:
             if known is x:
                 return name, stored
@@ -206,7 +206,7 @@ class _Body:
         if isinstance(x, int):
             if not -(1 << 63) <= x < 1 << 63:
                 raise ValueError(f"{self.what}: the integer {x} does not fit 64 bits")
-            # A number's type may be one of a library's own, with words of its own.
+            # The number may be of a library's own type, which prints itself in another way.
             return Traced(self, str(int(x)) if x >= 0 else f"({int(x)})", "int")
         if isinstance(x, float):
             return Traced(self, _literal(x), "float")
@@ -226,7 +226,7 @@ class _Body:
             raise self.refuse("operand", said)
         is_of_host = getattr(getattr(x, "device", None), "type", "cpu") == "cpu"
         if is_of_host and not (self.tracer.is_compiling or getattr(x, "requires_grad", False)):
-            # An argument, wherever Q is. A compiler has a tensor of it alone.
+            # A number on the host becomes an argument of the call. A compiler knows no value of such a tensor.
             return self._of_host(x)
         return Part(self, x.reshape(()) if shape else x, ()).read()
 
@@ -357,7 +357,7 @@ def _divide(body: _Body, a: Any, b: Any, rounding_mode: Optional[str] = None) ->
         return _floor_divide(body, a, b)
     (x, y), kind = body.alike(a, b, least="int")
     if rounding_mode == "trunc" and kind == "int":
-        # Truncation by way of the floor: one more where the quotient is negative and not whole.
+        # Truncation is made of the floor: 1 is added where the quotient is negative and not whole.
         below = body.make(f"(({x.text} < 0) != ({y.text} < 0) and {x.text} % {y.text} != 0)", "bool")
         return body.make(f"(({x.text} // {y.text}) + int({below.text}))", "int")
     (x, y), _ = body.alike(a, b, least="float")
@@ -472,7 +472,7 @@ def _self(body: _Body, x: Any) -> "Traced":
     return body.value(x)
 
 
-#: What the language has, by the names that torch, NumPy and JAX give it.
+#: Operations of the language, by the names that torch, NumPy and JAX give them.
 OPERATIONS: Dict[str, Callable[..., Any]] = {
     **{name: _unary(name) for name in "exp exp2 log log2 sin cos tanh erf sigmoid sqrt rsqrt".split()},
     "relu": _kept("relu"),
@@ -525,11 +525,11 @@ OPERATIONS: Dict[str, Callable[..., Any]] = {
     "bool": lambda body, x: body.cast(body.value(x), "bool"),
 }
 
-#: Operations of tensors whose operands come the other way round.
+#: Operations whose operands are in reverse order.
 REFLECTED = {"rsub": "sub", "__rsub__": "sub", "__rpow__": "pow", "__rtruediv__": "div", "__rdiv__": "div"}
 REFLECTED.update({"__rfloordiv__": "floor_divide", "__rmod__": "remainder"})
 
-#: Casts by the names of types: what holds a value of the language is that value.
+#: Conversions by the names of types that hold every value of the language's float, int or bool.
 _CASTS = {"float32": "float", "int32": "int", "int64": "int", "bool": "bool"}
 
 _TRUTH = (
@@ -698,7 +698,7 @@ def is_plain(function: Any) -> bool:
     return isinstance(function, (types.FunctionType, types.MethodType))
 
 
-#: Packages whose functions' globals have nothing of a caller's.
+#: Packages whose functions' globals hold no values of a caller.
 _NOT_THE_CALLERS = ("torch", "numpy", "jax", "math", "builtins")
 
 
@@ -713,7 +713,7 @@ def _with_labels(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., 
         return function
     if id(function) in tracer.seen:
         return tracer.seen[id(function)]
-    # A recursive function finds itself as it was.
+    # A recursive function finds itself here, untraced.
     tracer.seen[id(function)] = function
     code = function.__code__
     cells, changed = [], False
@@ -741,10 +741,10 @@ def _with_labels(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., 
     return tracer.seen[id(function)]
 
 
-#: Modules whose functions are what they are.
+#: Modules whose functions never change.
 _CONSTANT_MODULES = frozenset(("torch", "math", "builtins", "operator", "numpy"))
 
-#: Values that are what they print.
+#: Types whose values are told apart by their text.
 _VALUES = (int, float, bool, str, bytes, type(None))
 
 
@@ -774,7 +774,7 @@ def same(a: List[Any], b: List[Any]) -> bool:
     if len(a) != len(b):
         return False
     for x, y in zip(a, b):
-        # Text tells 0.0 from -0.0, and a NaN is itself.
+        # The text tells 0.0 from -0.0, and makes a NaN equal itself.
         if x is not y and not (type(x) is type(y) and type(x) in _VALUES and repr(x) == repr(y)):
             return False
     return True
@@ -792,7 +792,7 @@ def _note(held: Any, is_tensor: Callable[[Any], bool], found: List[Any], path: L
             return False
         if (held.__module__ or "").partition(".")[0] in _CONSTANT_MODULES:
             return True
-        # Attributes may be read, and an import in the body reads what no scope here has.
+        # Attributes of a function may be read, and an import in its body reads values that no scope here holds.
         if vars(held).keys() - {"__wrapped__"} or _imports(held.__code__):
             return False
         path = [*path, held]
@@ -812,12 +812,12 @@ def _note(held: Any, is_tensor: Callable[[Any], bool], found: List[Any], path: L
     if kind is types.ModuleType:
         return held.__name__.partition(".")[0] in _CONSTANT_MODULES
     if kind is types.BuiltinFunctionType:
-        # A bound one reads its object.
+        # A bound method reads its object.
         return held.__self__ is None or isinstance(held.__self__, types.ModuleType)
     if isinstance(held, type):
         return (held.__module__ or "").partition(".")[0] in _CONSTANT_MODULES
     if is_tensor(held):
-        # The number of one on the host is an argument, and may change in place.
+        # The number in a host tensor of one element is an argument, and may change in place.
         if held.device.type == "cpu" and held.numel() == 1 and not held.requires_grad:
             return False
         found += [held.requires_grad, str(held.dtype), str(tuple(held.shape)), str(tuple(held.stride()))]

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 
 from ._trace import Part, Traced, _Body, operation
 
-#: An element of an array of the closure: what JAX traces in place of a gather.
+#: Primitive for reading one element of an array in the closure: JAX traces it in place of a gather.
 _load = Primitive("fmha_load")
 
 
@@ -38,7 +38,7 @@ class CapturedArray:
         return _load.bind(*map(jnp.asarray, given), at=at, dtype=jax.dtypes.canonicalize_dtype(self.dtype))
 
     def __getattr__(self, name: str) -> Any:
-        # JAX asks what it is for facts that are no methods.
+        # JAX reads attributes that state facts and are no methods.
         if name.startswith("_") or not callable(getattr(self._array, name, None)):
             raise AttributeError(name)
         why = "a function reads elements of an array of its closure, and does nothing else with it"
@@ -70,7 +70,7 @@ def _wrapped(function: Any, arrays: List[Any], labels: Dict[int, str], depth: in
     return made
 
 
-#: Our operations by the names of JAX's primitives, which have the same operands.
+#: Operations of the language by the names of JAX's primitives that take the same operands.
 _ALIKE = {
     **{name: name for name in "add sub mul exp exp2 log tanh sin cos erf sqrt rsqrt abs sign floor ceil neg".split()},
     **{name: name for name in "eq ne lt le gt ge pow square max min".split()},
@@ -93,7 +93,7 @@ _SAME = (
     "pvary",
     "pcast",
 )
-#: Functions of JAX's own whose derivative is the one that their text has.
+#: Functions of JAX whose derivative equals the one of their text here.
 _OF_JAX = ("relu", "relu6", "silu", "softplus", "logsumexp", "logaddexp", "gelu", "swish", "log_sigmoid")
 _INLINED = (
     "pjit",

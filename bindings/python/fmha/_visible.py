@@ -71,7 +71,8 @@ def recognise(function: Callable[..., Any]) -> Optional[Pattern]:
         return Pattern(sequences=held["packed_sequence_mask"])
     held = _captured(function, getattr(masking_utils, "remap_positions_for_packed_sequence", None))
     if held is not None:
-        # Positions count up by 1 inside a sequence, so a band of positions is a band of rows there. A chunk is not.
+        # Positions count up by 1 inside a sequence, so a band of positions is a band of rows; a chunk of positions need
+        # not be one of rows.
         inner = recognise(held["mask_function"])
         return inner if inner is not None and inner.is_band() else None
     held = _captured(function, getattr(masking_utils, "or_masks", None))
@@ -90,7 +91,7 @@ def recognise(function: Callable[..., Any]) -> Optional[Pattern]:
         ):
             return None
         if whole.blocks is not None or read.blocks is not None:
-            # Sequences part blocks too; a band or a chunk beside a union would cut the band of that union alone.
+            # Sequences also split blocks. A band or a chunk beside a union of masks would cut the union's band alone.
             united, rest = (read, whole) if whole.blocks is None else (whole, read)
             if rest._replace(sequences=None) != Pattern():
                 return None
@@ -136,7 +137,7 @@ class Packed(NamedTuple):
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-    #: Keys of a sequence of the batch from which ``rows_k`` count.
+    #: Keys that each sequence has in the batch whose rows ``rows_k`` numbers.
     seqlen_k: int
 
 
@@ -219,7 +220,7 @@ class Facts:
             starts, ends = _runs(blocks)
             own = slice(self.first_q, self.first_q + rows)
             is_in = blocks[:, own] >= 0
-            # Nothing is the range from 0 to 0.
+            # A query that sees nothing has the range from 0 to 0.
             pairs.append(tuple(torch.where(is_in, x[:, own] - self.first_k, 0) for x in (starts, ends)))
         if sequences is not None:
             if self.first_q != self.first_k or rows != keys or not _are_runs(sequences):
@@ -228,14 +229,14 @@ class Facts:
             pairs = [(torch.maximum(begin, starts), torch.minimum(end, ends)) for begin, end in pairs]
         pairs = [tuple(x.clamp(0, keys).expand(self.batch, -1) for x in pair) for pair in pairs]
         if len(pairs) == 2:
-            # Endpoints ascend: of two ranges the one that begins first comes first.
+            # Endpoints must ascend, so the range that begins first comes first.
             (a, b), (c, d) = pairs
             swap = c < a
             pairs = [(torch.where(swap, c, a), torch.where(swap, d, b)), (torch.where(swap, a, c), torch.where(swap, b, d))]
         endpoints = torch.stack([x for pair in pairs for x in pair], 1).to(torch.int32)
         data: List[Any] = [Intervals(endpoints[:, None].contiguous())]
         if self.padding is not None:
-            # Each query reads one row of bits.
+            # Each query reads one row of the mask's bits.
             words = MaskBits.of(self.padding[:, None, None]).words
             data.append(MaskBits(words.expand(-1, -1, rows, -1)))
         return data
@@ -248,7 +249,7 @@ class Facts:
         square = shift == 0 and self.seqlen_q == self.seqlen_k
         last = max(self.first_q + self.seqlen_q, self.first_k + self.seqlen_k)
         if chunk is not None and last <= chunk:
-            # Every row in use is of the first chunk, left padding or not.
+            # Every row in use lies in the first chunk, with or without left padding.
             chunk = None
         if chunk is not None:
             if sequences is not None or self.padding is not None or not square or self.first_q:
@@ -257,7 +258,7 @@ class Facts:
             sequences = numbers.expand(self.batch, -1)
         if sequences is not None:
             return _by_sequences(self.pattern, sequences) if self.padding is None and square else None
-        # Keys beyond what the last query sees: a static cache has rows for tokens to come.
+        # Keys beyond those that the last query sees are cut off: a static cache has rows for tokens to come.
         seqlen_k = self.seqlen_k if right is None else min(self.seqlen_k, shift + self.seqlen_q + right)
         if seqlen_k <= 0 or shift < 0 and (left, right) != (None, None):
             return None
@@ -294,7 +295,7 @@ class Facts:
             if shift + self.seqlen_q != seqlen_k or right is None:
                 return None
             if any(used != end - start for start, end, used in spans) and (left is not None or right != 0):
-                # A window of positions is no window of the rows in use where unused rows lie between.
+                # A window of positions is not a window of rows where unused rows lie between.
                 return None
             queries = padding[:, shift:]
             rows_q = torch.nonzero(queries.flatten()).flatten()

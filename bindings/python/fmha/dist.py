@@ -33,7 +33,7 @@ from ._torch import autocast, once, refuse_tangents, refuse_tracers, resolved
 if TYPE_CHECKING:
     Group = Optional[_torch_dist.ProcessGroup]
 
-    #: Who has which rows: a name, or for each rank its runs ``[begin, end)``, ascending.
+    #: Rows of each rank: a scheme's name, or for each rank its runs ``[begin, end)``, ascending.
     Partition = Union[str, Sequence[Sequence[Tuple[int, int]]]]
 
 __all__ = ["attention", "explain", "flex_attention", "leave", "rows", "shard"]
@@ -43,7 +43,7 @@ _RUNS = 3
 _ELEMENTWISE, _ALIBI, _ALIBI_PER_BATCH = 1, 2, 3
 _HOST, _NCCL = 0, 1
 
-#: Seconds that a rank may be late: one of them may be compiling.
+#: Seconds that ranks wait for a late rank, which may be compiling.
 _TIMEOUT = 600.0
 
 
@@ -62,7 +62,7 @@ class _Joined:
                 join.space, join.nccl_comm = _NCCL, _communicator(group, device)
             _c.check(_c.library.fmha_dist_join(ctypes.byref(join), ctypes.byref(handle)))
         self.handle = _made(handle)
-        #: By what a plan depends on; the same on every rank.
+        #: Plans by all that they depend on; every rank has the same.
         self.plans: Dict[Any, _Plan] = {}
         self.lock = threading.Lock()
         weakref.finalize(self, _let_go, _c.library.fmha_dist_leave, self.handle, os.getpid())
@@ -86,7 +86,7 @@ def _let_go(drop: Any, handle: int, pid: int) -> None:
         drop(handle)
 
 
-#: By torch's group, then by the kind of memory.
+#: Joined groups by torch's group, then by the kind of memory.
 _joined: "weakref.WeakKeyDictionary[Any, Dict[str, _Joined]]" = weakref.WeakKeyDictionary()
 
 
@@ -157,7 +157,7 @@ def _communicator(group: Any, device: torch.device) -> Optional[int]:
     """The ``ncclComm_t`` of torch's group on this device; None where torch does not show it: ours is made then."""
     try:
         backend = group._get_backend(device)
-        # torch makes the communicator with the first collective.
+        # torch creates its communicator at the first collective operation.
         _torch_dist.all_reduce(torch.zeros(1, device=device), group=group)
         return int(backend._comm_ptr()) or None
     except (AttributeError, RuntimeError):

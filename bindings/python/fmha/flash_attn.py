@@ -330,7 +330,7 @@ def over_cache(
     check_cache_lengths("cache_seqlens", cache_seqlens, k_cache, block_table, new)
     is_checked = _readable(cache_seqlens) and _readable(new)
     if cache_batch_idx is not None:
-        # Rows of the table, or a table whose page is a whole sequence.
+        # The batch's rows are chosen from the block table, or from a table whose page is a whole sequence.
         block_table = _chosen(cache_batch_idx, block_table)
     if isinstance(cache_seqlens, int):
         if not 0 <= cache_seqlens < 1 << 31:
@@ -416,11 +416,11 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, appe
             )
     else:
         leftpad = leftpad.clamp(0, longest)
-    # Lengths that the host has not read may be larger than the tensor that holds the rows.
+    # Lengths that the host has not read may exceed the tensor that holds the rows.
     held = min(used, longest) if isinstance(used, int) else used.clamp(max=longest)
     behind = (held - leftpad).clamp(min=0).to(torch.int32)
     if block_table is None and not appends and not attention_chunk:
-        # Packed rows, of which each sequence begins behind its padding.
+        # Rows are packed, and each sequence begins behind its padding.
         pad = torch.nn.functional.pad(leftpad.to(torch.int32), (0, 1))
         call["cu_seqlens_k"] = torch.arange(0, batch + 1, dtype=torch.int32, device=q.device) * longest + pad
         call["max_seqlen_k"] = 2 * longest
@@ -510,7 +510,7 @@ def _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, used, block_
     appends = {name: call.pop(name) for name in names if name in call}
     head_dim_v = call.pop("head_dim_v", 0)
     if k is not None:
-        # One row that sees one key: what counts is what it appends.
+        # This call only appends rows: its query is one row that sees one key, and its output is ignored.
         one = q.new_zeros((batch, 1, *q.shape[-2:]))
         scales = {name: call[name] for name in call if name.startswith("descale")}
         attention_with_kvcache(
@@ -537,7 +537,7 @@ def _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, used, block_
     o, lse = _layouts.in_chunks_of_pages(
         attention_chunk, q, k_cache, v_cache, block_table, used, attention_with_kvcache, **call
     )
-    # New rows were appended by another call.
+    # Another call has appended the new rows.
     return _torch.without_gradients_of_a_cache(o, lse, k, v)
 
 

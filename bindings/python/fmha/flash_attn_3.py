@@ -220,7 +220,7 @@ def flash_attn_with_kvcache(
     batch = num_sequences(q, cu_seqlens_q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("max_seqlen_q is missing beside cu_seqlens_q")
-    # Packed new rows: an upper bound that costs nothing, all of them in one sequence.
+    # New rows are packed, so their total bounds the longest sequence, which costs nothing to know.
     max_seqlen_new = 0 if cu_seqlens_k_new is None or k is None else k.shape[0]
     o, lse = over_cache(
         q,

@@ -58,7 +58,7 @@ def _functions(score_mod: Any, mask_mod: Any, aux_tensors: Any, softcap: float, 
     return _code.bind(_torch, *given, None, ("score_mod", "mask_mod"), getattr(q, "device", None))
 
 
-#: Fields of packed sequences' lists. Others say in which order their kernels go through them.
+#: Fields of packed sequences' lists. FlashAttention's other fields only order the work of its kernels.
 _PACKED = ("cu_total_m_blocks", "cu_block_idx_offsets")
 
 
@@ -370,7 +370,7 @@ def flash_attn_combine(
         return o, (lse if flag("return_lse", return_lse) else None)
     dtype = out.dtype if out is not None else out_dtype
     o, lse = _combine(out_partial, lse_partial, None, dtype)
-    # FlashAttention 4 has LSE laid out as O, heads last.
+    # FlashAttention 4 lays LSE out like O, with the heads last.
     offsets = cu_seqlens
     if packed and offsets is None:
         offsets = torch.arange(2, device=o.device) * o.shape[0]

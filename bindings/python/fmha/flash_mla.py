@@ -79,7 +79,7 @@ def _second(
     return Second(cache, Lists(listed, topk_length, addresses=True))
 
 
-#: Bytes of a row, elements in FP8, elements of a scale, and what follows of 16 bits: DeepSeek V3.2's and V4's.
+#: Formats of rows by their bytes, DeepSeek V3.2's and V4's: FP8 elements and elements that share a scale.
 _ROWS = {656: (512, 128), 584: (448, 64)}
 _ROTARY = 64
 
@@ -193,7 +193,7 @@ def _attend_tokens(
     return o.reshape(*q.shape[:-1], head_dim_v), lse.reshape(batch, seqlen_q, -1).transpose(1, 2).contiguous()
 
 
-#: Elements of keys that are gathered at once, in f32: 256 MiB.
+#: Most elements of keys that are gathered at once: 256 MiB in f32.
 _GATHERED = 1 << 26
 
 
@@ -217,7 +217,7 @@ def _max_logits(
         listed &= torch.arange(topk, device=q.device) < topk_length[:, None, None]
     entries = torch.where(listed, indices, 0).long()
     heads = torch.arange(h_kv, device=q.device)[:, None]
-    # Tokens go in chunks, whose gathered keys are bounded; nothing here waits for the device.
+    # Tokens are processed in chunks, so that the gathered keys are bounded; the host never waits for the device.
     step = max(1, _GATHERED // (h_kv * topk * kv.shape[-1]))
     for begin in range(0, s_q, step):
         rows = slice(begin, begin + step)
@@ -320,6 +320,6 @@ def flash_mla_with_kvcache(
     second = None
     if extra_k_cache is not None and extra_indices_in_kvcache is not None:
         second = _second(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    # A list is shared by the cache's heads.
+    # All heads of the cache share a list.
     listed = indices[:, :, None, :].expand(-1, -1, k_cache.shape[2], -1)
     return _attend(q, k_cache, listed, head_dim_v, scale, attn_sink, topk_length, addresses=True, second=second)

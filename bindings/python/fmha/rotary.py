@@ -135,7 +135,7 @@ def apply_rotary(
         moved = turned(x, cos, sin, place + start, flag("interleaved", interleaved), conjugate)
         last = cu_seqlens[-1]
     if last is not None:
-        # Rows behind the last sequence are no sequence's.
+        # Rows behind the last sequence belong to no sequence.
         inside = (torch.arange(x.shape[0], device=x.device) < last)[:, None, None]
         moved = torch.where(inside, moved, x)
     return x.copy_(moved) if inplace else moved
@@ -316,7 +316,7 @@ class RotaryEmbedding(torch.nn.Module):
             return
         self._seq_len_cached = seqlen
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
-        # Positions are large: the angles are f32 whatever the model's type.
+        # Positions are large, so the angles are f32 whatever the model's type.
         frequency = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
         angle = torch.outer(position, frequency.to(device))
         if self.scale is None or self.scale_base is None:

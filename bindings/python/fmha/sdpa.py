@@ -78,7 +78,7 @@ def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
     seed, row_invariant = _seed(dropout_p), _arguments.wants_rows(None)
     o = _o_like(query, value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    # Here torch's causal is top-left; it takes a flash kernel for it only where both are equally long.
+    # torch's causal mask is top-left, but torch takes a flash kernel for it only where Q and K have equal lengths.
     attention_out(
         *_dense(o, query, key, value),
         lse=lse,
@@ -208,7 +208,7 @@ def _flash_forward(
     )
     o = _o_like(query, value.shape[-1])
     if cum_seq_q is not None:
-        # Rows behind the last offset are not written.
+        # The kernel does not write rows behind the last offset, so they are made 0.
         o.zero_()
         lse.zero_()
     call = _lengths(cum_seq_q, None if block_table is not None else cum_seq_k, max_q, max_k)
@@ -259,7 +259,7 @@ def _flash_backward(
     window_size_left=None,
     window_size_right=None,
 ):
-    # The schema always has the offsets: dense calls hand over empty ones.
+    # The schema always has offsets: a call that is not packed passes empty ones.
     packed = query.dim() == 3
     for name, offsets in (("cum_seq_q", cum_seq_q), ("cum_seq_k", cum_seq_k)):
         if not packed and offsets is not None and offsets.numel():
@@ -296,7 +296,7 @@ class _Handle:
     def __init__(self, where: str) -> None:
         self.library: Optional[torch.library.Library] = torch.library.Library("aten", "IMPL", where)
         with warnings.catch_warnings():
-            # torch warns of each kernel that is registered before its own; this one is meant to be.
+            # torch warns when a kernel replaces its own; here that is intended.
             warnings.simplefilter("ignore")
             for name, kernel in _KERNELS.items():
                 self.library.impl(name, kernel)
@@ -344,7 +344,7 @@ def activate() -> None:
 
 def deactivate() -> None:
     """torch's own kernels again, if they are not already."""
-    # The registry of torch before 2.13 cannot restore, and goes on to name the last active implementation.
+    # torch before 2.13 can not restore its own implementation, and goes on to report the replaced one as active.
     restore = getattr(_registry, "restore_flash_attention_impl", None)
     if restore is not None and _registry.current_flash_attention_impl() == NAME:
         restore()

@@ -29,13 +29,14 @@ class Metadata:
     cu_seqlens_q: torch.Tensor
     seqused_k: torch.Tensor
     block_table: torch.Tensor
-    #: Upper bounds, which plans are kept by.
+    #: Upper bound of the queries' lengths. Plans are kept by such bounds.
     max_seqlen_q: int
     max_seqlen_k: int
 
 
 class Backend(AttentionBackend):
-    #: Lengths are read on the device; where the host has them, they bound the longest.
+    #: Whether the host must have the lengths: no, the device reads them. Where the host has them they bound the
+    #: longest.
     needs_cpu_seq_lens: bool = False
 
     def __init__(self, runner: Any) -> None:
@@ -62,7 +63,7 @@ class Backend(AttentionBackend):
         _mode(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        # Recorded once and replayed for whatever lengths: the pool's own length bounds them.
+        # A graph is recorded once and replayed for all lengths, so the pool's own length bounds them.
         self._derive(forward_batch, self.longest)
 
     def _longest(self, batch: Any) -> int:
@@ -77,7 +78,7 @@ class Backend(AttentionBackend):
         else:
             rows = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
             max_seqlen_q = bound(int(max(batch.extend_seq_lens_cpu)), self.longest)
-        # A request's tokens lie page by page: each page's first token says which page it is.
+        # A request's tokens lie page by page, so each page's first token gives the page's number.
         first = self.req_to_token[:, : longest : self.page_size]
         table = (first[batch.req_pool_indices] // self.page_size).to(torch.int32)
         self.forward_metadata = Metadata(rows, batch.seq_lens.to(torch.int32), table, max_seqlen_q, longest)

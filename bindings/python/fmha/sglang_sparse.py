@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
 from .flash_mla import _attend, flash_mla_with_kvcache
 
-#: SGLang's names of implementations that compute here.
+#: SGLang's names of sparse implementations that this library replaces.
 TAKEN = ("flashmla_sparse", "flashmla_kv")
 
 
@@ -46,7 +46,7 @@ class Backend(DeepseekSparseAttnBackend):
             padding = q_all.shape[0] - topk_length.shape[0]
             if padding < 0:
                 raise ValueError(f"topk_length has {topk_length.shape[0]} tokens, not {q_all.shape[0]} as q_all")
-            # SGLang pads tokens behind those that have a length; their lists say themselves what is absent.
+            # SGLang pads the batch with tokens that have no length; their lists mark absent keys.
             topk_length = torch.nn.functional.pad(topk_length, (0, padding), value=page_table_1.shape[1])
         lengths = None if topk_length is None else topk_length[None]
         listed = page_table_1[None, :, None]

@@ -55,7 +55,7 @@ _library.fmha_py_run_choose.argtypes = [ctypes.POINTER(Choose), ctypes.c_void_p,
 class _Call:
     """A call's numbers and tensors, which are all on one device."""
 
-    # Fields of the kernel's tile, for measuring: ``stages_k=2,parts=4``.
+    # Fields of the kernel's tile, given for measurements: ``stages_k=2,parts=4``.
     tile: Optional[str] = None
 
     def __init__(self, like: Any, name: str) -> None:
@@ -87,7 +87,7 @@ class _Call:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
             tensor = _torch.resolved(tensor).contiguous()
         self.alive[name] = tensor
-        # Without elements torch gives no address; the library asks whether there is one.
+        # torch gives no address of a tensor without elements, but the library refuses a null one.
         setattr(self.call, name, tensor.data_ptr() or 256)
         return tensor
 

@@ -41,13 +41,14 @@ from ._visible import Dense, Facts, Packed, Visible, recognise
 
 NAME = "fmha"
 
-#: The same for continuous batching, which asks for "flash" in a name: its requests then come packed, without a mask.
+#: Name under which continuous batching finds this attention: it wants "flash" in the name, and packs requests without
+#: a mask.
 CONTINUOUS = "fmha_flash"
 
-#: Every key: a bias says the rest.
+#: Mask that lets every query see every key, used where a bias masks.
 _ALL = Dense(NONE, (1 << 63) - 1, None)
 
-#: Keywords of a model's forward that reach attention and do not change it; each with the reason.
+#: Keyword arguments of a model's forward that reach attention and do not change it, each with the reason.
 HARMLESS: Dict[str, str] = {
     "position_ids": "the rotary embedding and the mask have read them",
     "cache_position": "the cache and the mask have read it",
@@ -67,10 +68,10 @@ HARMLESS: Dict[str, str] = {
 }
 
 
-#: What else reaches attention that has a mask as a function, which says all of it.
+#: Further arguments that attention ignores if its mask is a function, which already contains them.
 _OF_FLEX = (*HARMLESS, "sliding_window", "is_causal")
 
-#: What transformers says to a mask function besides; its own, which spell masks out, take it from here.
+#: Arguments that transformers passes to a mask function. Its own functions, which write masks out, take them here.
 _MASK_OPTIONS = (
     "local_size",
     "allow_is_causal_skip",
@@ -119,9 +120,10 @@ def attention_mask(
             return None
         return spell()
     if q_length == 1 and not rest.get("allow_is_causal_skip", True) and rest.get("allow_is_bidirectional_skip") is None:
-        # A static cache's next token: the step is compiled, which has to be given a plain tensor, and it is small.
+        # The mask of a static cache's next token is written out: it is small, and the compiled step needs a plain
+        # tensor.
         return spell()
-    # A cache adds to its offsets in place, before a layer asks for the mask.
+    # A cache changes its offsets in place before a layer reads the mask, so the offsets are read now.
     first = call["q_offset"], call["kv_offset"] = int(q_offset), int(kv_offset)
     pattern = recognise(mask_function)
     if pattern is None:
@@ -217,7 +219,8 @@ def attention_forward(
     if output_attentions:
         raise NotImplementedError("output_attentions is True: P is never in memory; take attn_implementation='eager'")
     if torch.is_autocast_enabled(query.device.type):
-        # A cast like torch's own attention makes: rotary embeddings leave Q and K in f32 beside a V of 16 bits.
+        # Q and K are converted as torch's own attention does: rotary embeddings leave them in f32 beside a V of 16
+        # bits.
         to = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(to), key.to(to), value.to(to)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -234,7 +237,7 @@ def attention_forward(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         unmasked = _band(bool(causal), sliding_window)
-        # Alignment of torch's own attention without a mask: from the first key, and all keys for one query.
+        # Without a mask, torch's attention aligns causal rows to the first key, and one query sees all keys.
         from_first = unmasked._replace(kind=1) if causal and seqlen_q > 1 else unmasked
         way = Dense(from_first, seqlen_k, None)
     elif isinstance(attention_mask, Visible):
@@ -299,7 +302,7 @@ def flex_attention_mask(
     from . import flex
 
     _keywords.refuse(rest, (*_MASK_OPTIONS, "dtype"))
-    # A cache adds to its offsets in place, before a layer asks for the mask.
+    # A cache changes its offsets in place before a layer reads the mask.
     if _traced(attention_mask) or _traced(q_offset):
         q_offset, kv_offset = (x.clone() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_offset))
     else:
@@ -447,7 +450,7 @@ def _serve_flash_functions() -> bool:
             return theirs(implementation, *rest, **named)
         from . import flash_attn
 
-        # Without the function over pages: requests whose pages are padding would be written to.
+        # The function over pages is left out: requests whose pages are padding would have rows written to them.
         return (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input)
 
     lazy_imports.fmha = True  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ class Metadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
-    #: Upper bounds, which plans are kept by.
+    #: Upper bound of the queries' lengths. Plans are kept by such bounds.
     max_query_len: int
     max_seq_len: int
     causal: bool
@@ -73,7 +73,7 @@ class Builder(AttentionMetadataBuilder):
         metadata = self.build(0, common_attn_metadata)
         requests, pages = metadata.block_table.shape
         metadata.max_seq_len = pages * self.block_size
-        # Queries of one length for each request are a promise; a longest query of any other batch is none.
+        # The longest query is a bound for later replays only if all requests have equally many queries.
         if common_attn_metadata.max_query_len * requests != metadata.num_actual_tokens:
             metadata.max_query_len = metadata.num_actual_tokens
         return metadata
@@ -85,7 +85,7 @@ class Builder(AttentionMetadataBuilder):
 class Impl(AttentionImpl):
     """One layer's attention; :meth:`forward` writes ``output``."""
 
-    #: The LSE is a natural logarithm, wherever somebody asks.
+    #: The LSE is always a natural logarithm.
     lse_base_on_e: bool = True
 
     def __init__(
@@ -123,7 +123,7 @@ class Impl(AttentionImpl):
         self._kept: Tuple[Any, Any, Any] = (None, None, None)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        # A layer's sinks are loaded in the model's type.
+        # A layer loads its sinks in the model's type.
         if self.sinks is not None:
             self.sinks = self.sinks.detach().float().contiguous()
 
@@ -157,7 +157,7 @@ class Impl(AttentionImpl):
             if scales is not None:
                 raise NotImplementedError(f"{name} is given: O is written in 16 bits")
         if attn_metadata is None:
-            # The engine measures memory.
+            # The engine is only measuring memory, so the output is zeros.
             return output.fill_(0)
         k, v = self._cache(kv_cache)
         m = attn_metadata
@@ -247,7 +247,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # The host's longest query is a number of the plan: longer ones on the device would be left out.
+        # The plan has the longest query that the host knows; a longer query on the device would be left out.
         return False
 
     @classmethod

@@ -214,7 +214,7 @@ class Backend(AttentionBackend):
         device_capability: Any,
     ) -> Optional[str]:
         """Why not, in words; ``None``: it is taken."""
-        # vLLM makes rows of bytes of "fp8" under its own names.
+        # vLLM allocates rows of bytes for "fp8" and for its other names of the format.
         if kv_cache_dtype in (*_OF_BYTES, "fp8") and (dtype != torch.bfloat16 or head_size != 576):
             return f"rows of {_ROW_BYTES} bytes go with bfloat16 and head_size 576, not {dtype} and {head_size}"
         major = getattr(device_capability, "major", 8)
@@ -225,7 +225,7 @@ class Backend(AttentionBackend):
 
 
 class FLASHMLA_SPARSE(Backend):
-    #: Where ``fp8`` is asked of this name, vLLM's layer makes it fp8_ds_mla.
+    #: vLLM's layer turns ``fp8`` into fp8_ds_mla for a backend of this name.
     supported_kv_cache_dtypes: ClassVar[List[str]] = [*Backend.supported_kv_cache_dtypes, "fp8"]
 
     @staticmethod

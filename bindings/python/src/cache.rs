@@ -1,4 +1,4 @@
-//! Update of a KV cache by a call: appended rows, rotary embedding and quantised types.
+//! Conversion of a call's KV cache and its update: appended rows, rotary embedding, quantised types.
 
 use fmha_c::{FMHA_F32, FmhaArgs, FmhaCache, FmhaStrides};
 use smallvec::SmallVec;
@@ -30,7 +30,7 @@ fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
         && !request.is_backward()
 }
 
-/// The scales of K and V by rows: their strides, and the rows that share one; `None` where there are none.
+/// Scales of K and V by rows: their strides, and the number of rows that share one. `None` where there are none.
 fn scales(
     args: &mut FmhaArgs,
     sizes: &Sizes,
@@ -55,7 +55,7 @@ fn scales(
         dtype_name(k.dtype),
         dtype_name(q.dtype)
     );
-    // Scales have K's axes without that of elements; packed rows have blocks of 1, which the library holds to.
+    // Scales have K's axes without the axis of elements. Packed rows must have blocks of 1, which the library checks.
     let mut wanted = sizes.k(1);
     wanted.pop();
     if wanted.len() == 3 {
@@ -77,7 +77,7 @@ fn scales(
     Ok(Some((found, block)))
 }
 
-/// The update of the cache that the call makes; `None` if it only reads the cache.
+/// Update of the cache that the call makes; `None` if the call only reads the cache.
 pub(crate) fn cache(
     args: &mut FmhaArgs,
     sizes: &Sizes,

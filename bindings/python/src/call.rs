@@ -22,7 +22,7 @@ use crate::request::{
 use crate::shapes::{one_device, sizes};
 use crate::tensor::Device;
 
-/// Text of an error, as the user reads it: the name of the argument first, then its numbers.
+/// Text of an error for the user: the argument's name first, then its numbers.
 pub type Wrong = String;
 
 /// Returns what is wrong unless a condition holds.
@@ -37,7 +37,7 @@ pub(crate) use ensure;
 
 /// The C structs of a call, with the host memory that they point to.
 pub struct Call {
-    /// The problem, without what it points to.
+    /// The problem, with null for every pointer.
     problem: FmhaProblem,
     args: FmhaArgs,
     gradients: Option<FmhaGradients>,
@@ -47,20 +47,20 @@ pub struct Call {
     masks: Option<FmhaMasks>,
     block_scales: Option<FmhaBlockScales>,
     second: Option<Box<Second>>,
-    /// Which keys a query sees. The problem's mask text stays null.
+    /// Mask that decides which keys a query sees. The problem's own mask text stays null.
     pub mask: MaskSpec,
     softmax_scale: Option<f32>,
     softcap: Option<f32>,
     numbers: Numbers,
-    /// The device on which all tensors of the call are.
+    /// Device of all tensors of the call.
     pub device: Device,
 }
 
-/// Words that two calls share exactly if one plan serves both.
+/// Words of a plan's key: two calls have equal words exactly if one plan serves both.
 pub type Key = SmallVec<[u64; 128]>;
 
-// Initialisation as `fmha.h` asks: everything 0 first, then the fields that are set.
-// SAFETY: numbers and pointers, of which all bits may be 0.
+// Struct of zeros: `fmha.h` wants everything set to 0 before fields are filled in. SAFETY: numbers and pointers, of
+// which all bits may be 0.
 const NO_PROBLEM: FmhaProblem = unsafe { std::mem::zeroed() };
 // SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_ARGS: FmhaArgs = unsafe { std::mem::zeroed() };
@@ -133,7 +133,7 @@ impl Call {
         })
     }
 
-    /// Runs `body` with the whole problem. Pointers in the problem are valid until `body` returns.
+    /// Runs `body` with the problem and its pointers, which are valid until `body` returns.
     pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
         fn pointer<T>(value: Option<&T>) -> *const T {
             value.map_or(ptr::null(), ptr::from_ref)
@@ -154,7 +154,7 @@ impl Call {
         })
     }
 
-    /// The arguments of a run. They are valid until this call is moved or dropped.
+    /// Arguments of a run, valid until this call is moved or dropped.
     pub fn args(&self) -> FmhaArgs {
         let second = self.second.as_ref().map_or(ptr::null(), |second| &raw const second.args);
         FmhaArgs { captured: self.code.as_ref().map_or(ptr::null(), Coded::args), second, ..self.args }
@@ -169,13 +169,13 @@ impl Call {
         self.code.as_ref().map_or(Ok(()), Coded::check_types)
     }
 
-    /// The options under which the call is planned.
+    /// Options with which the call is planned.
     pub fn options(&self) -> Choice {
         options(self.numbers.options)
     }
 
-    /// Everything of the call that lists of a mask as code depend on: its plan, captured numbers, and the stream that
-    /// they are made on.
+    /// Key of a call's lists of tiles under a mask as code: the plan's key, captured numbers, and the stream that makes
+    /// the lists.
     pub fn key_of_lists(&self) -> Key {
         let mut key = self.key();
         if let Some(code) = &self.code {
@@ -185,7 +185,7 @@ impl Call {
         key
     }
 
-    /// Everything of the call that a plan depends on, in numbers.
+    /// Key of a plan: numbers for everything of the call that the plan depends on.
     pub fn key(&self) -> Key {
         let numbers = &self.numbers;
         let mut key = Key::new();
@@ -205,7 +205,7 @@ impl Call {
             code.key(&mut key);
         }
         if let Some(second) = &self.second {
-            // No key of score or mask code begins with this word.
+            // This word begins no key of score or mask code.
             key.push(u64::MAX - 5);
             add(&mut key, Some(&second.given));
             add(&mut key, second.lists.as_ref());
@@ -215,9 +215,9 @@ impl Call {
     }
 }
 
-/// The C structs of a second KV cache, with the host memory that they point to.
+/// C structs of a second KV cache, with the host memory that they point to.
 struct Second {
-    /// The cache, without what it points to.
+    /// The cache, with null for every pointer.
     given: FmhaSecond,
     args: FmhaSecondArgs,
     lists: Option<FmhaLists>,
@@ -225,11 +225,11 @@ struct Second {
 }
 
 impl Second {
-    /// The second cache of a request over it alone, beside the problem and the cache of the first.
+    /// Reads the second cache from a request for that cache alone, given the problem and the cache of the first.
     ///
     /// # Errors
-    /// A fault of the call over it alone; tensors that are elsewhere than `device`; sizes and types that are not the
-    /// first's.
+    /// A fault of the second request; tensors on another device than `device`; sizes or types that differ from the
+    /// first request's.
     fn new(
         request: &Request,
         first: &FmhaProblem,
@@ -264,7 +264,7 @@ impl Second {
             ensure!(own == wanted, "{name} is {own}, but the first cache's {wanted}");
         }
         let mut lists = alone.lists;
-        // One flag of the call says whether LSE excludes the sink: it is set if either cache's lists set it.
+        // One flag of the call decides whether LSE excludes the sink. It is set if the lists of either cache set it.
         let lse_without_sink = lists.as_mut().map_or(0, |lists| std::mem::take(&mut lists.lse_without_sink));
         let given = FmhaSecond {
             struct_bytes: size_of::<FmhaSecond>() as u64,
@@ -296,8 +296,7 @@ impl Second {
         Ok(Box::new(Self { given, args, lists, masks: alone.masks }))
     }
 
-    /// The C struct of the second cache, with pointers to its lists and masks. They are valid while this borrow
-    /// lives.
+    /// C struct of the second cache, with pointers to its lists and masks, valid while this borrow lives.
     fn pointed(&self) -> FmhaSecond {
         let lists = self.lists.as_ref().map_or(ptr::null(), ptr::from_ref);
         let masks = self.masks.as_ref().map_or(ptr::null(), ptr::from_ref);
@@ -317,7 +316,8 @@ pub(crate) fn add<T>(key: &mut Key, of: Option<&T>) {
     }
 }
 
-/// The library's options from the bits of a request's. Scratch is always the caller's: two streams may run one plan.
+/// Converts the bits of a request's options. The caller always provides the scratch, since two streams may run one
+/// plan.
 pub(crate) fn options(bits: i64) -> Choice {
     let bit = |mask: i64| bits & mask != 0;
     let plan = PlanOptions::default()
@@ -334,8 +334,8 @@ pub(crate) fn word(number: i64) -> u64 {
     number.cast_unsigned()
 }
 
-/// A Python number in the C struct's 32 bits. Which numbers are sound is the library's to say; here, that it
-/// is asked of the number that was given: a soft-cap of 1e-60 is no call without one.
+/// Converts a Python number to the C struct's 32 bits. The library checks its range; here only a number that becomes 0
+/// or infinite is refused: a soft-cap of 1e-60 must not mean none.
 fn single(name: &str, given: f64) -> Result<f32, Wrong> {
     let rounded = given as f32;
     ensure!(
@@ -347,7 +347,7 @@ fn single(name: &str, given: f64) -> Result<f32, Wrong> {
     Ok(rounded)
 }
 
-/// The mask of a request's numbers.
+/// Mask that a request's numbers describe.
 fn mask(numbers: &Numbers) -> Result<MaskSpec, Wrong> {
     let Numbers { mask, left, right, sink_columns, .. } = *numbers;
     let sink_columns = u32::try_from(sink_columns)

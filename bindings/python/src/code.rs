@@ -1,4 +1,4 @@
-//! A call's score and mask functions, written to the C structs.
+//! Conversion of a call's score and mask functions to the C structs.
 
 use std::ffi::{CStr, c_char};
 use std::ptr;
@@ -13,18 +13,18 @@ use crate::tensor::{BOOL, Device, I32, I64, MAX_DIMS, dtype_name};
 
 const _: () = assert!(MAX_DIMS == FMHA_MAX_RANK);
 
-/// The C structs of a call's score and mask code, and the types of what they capture.
+/// C structs of a call's score and mask code, with the types of the captures.
 pub(crate) struct Coded {
     code: FmhaCode,
     captured: Vec<FmhaCaptured>,
     args: Vec<FmhaCapturedArgs>,
-    /// Types of tensors; of a number -1.
+    /// Element types of captured tensors; -1 for a captured number.
     types: Vec<i32>,
 }
 
 impl Coded {
     /// # Errors
-    /// A captured tensor that is elsewhere, and a gradient that is not its tensor's.
+    /// A captured tensor on another device, or a gradient whose shape or type is not its tensor's.
     pub(crate) fn new(code: &Code, captured: &[Captured], device: Device) -> Result<Self, Wrong> {
         let struct_bytes = size_of::<FmhaCode>() as u64;
         let num_captured = captured.len() as i64;
@@ -46,7 +46,7 @@ impl Coded {
         FmhaCode { captured: self.captured.as_ptr(), ..self.code }
     }
 
-    /// Tensors and numbers that a run captures; valid as long as `self` lives.
+    /// Tensors and numbers that a run captures, valid as long as `self` lives.
     pub(crate) fn args(&self) -> *const FmhaCapturedArgs {
         if self.args.is_empty() { ptr::null() } else { self.args.as_ptr() }
     }
@@ -77,7 +77,7 @@ impl Coded {
     }
 
     /// # Errors
-    /// A tensor whose elements are of another type than a function declares.
+    /// A tensor whose elements have another type than its declaration in a function.
     pub(crate) fn check_types(&self) -> Result<(), Wrong> {
         for text in [self.code.score, self.code.mask] {
             // SAFETY: who made the request promised C strings.
@@ -104,7 +104,7 @@ impl Coded {
     }
 }
 
-/// The number by which the bindings state the type of a captured tensor.
+/// Code of a captured tensor's type, as the bindings number types.
 fn code_of(stored: Stored) -> i32 {
     match stored {
         Stored::F32 => FMHA_F32,
@@ -119,7 +119,7 @@ fn code_of(stored: Stored) -> i32 {
 /// # Safety
 /// `text` is null or a C string that lives as long as its request.
 unsafe fn text_of<'a>(text: *const c_char) -> Option<&'a CStr> {
-    // SAFETY: promised by the caller: `text` is null or a C string that lives as long as its request.
+    // SAFETY: the caller promises that `text` is null or a C string that lives as long as its request.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 
@@ -164,7 +164,7 @@ fn one(captured: &Captured, device: Device) -> Result<(FmhaCaptured, FmhaCapture
     args.data = tensor.address();
     given.num_dims = tensor.num_dims;
     given.shape[..tensor.shape().len()].copy_from_slice(tensor.shape());
-    // An axis of one index has no next one.
+    // An axis of one index has no second element, so its stride means nothing.
     let steps = tensor.shape().iter().zip(tensor.steps());
     for (to, (&size, &step)) in given.strides.iter_mut().zip(steps) {
         *to = if size == 1 { 0 } else { step };

@@ -1,4 +1,5 @@
-//! Merging partial results by their LSE, or adding them: from a request's `o_parts` and `lse_parts` to the C structs.
+//! Merge of partial results by their LSE, or their sum: converts a request's `o_parts` and `lse_parts` to the C
+//! structs.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -13,22 +14,22 @@ use crate::request::{ADDS, ADDS_TO, Request, Slot};
 use crate::shapes::{attention_type, contiguous, dense_axis, dense_rows, of_type, one_device, shape};
 use crate::tensor::{Device, Tensor, dtype_name, element_bytes, is_fp8};
 
-/// Axes of partial outputs.
+/// Sizes of the axes of partial outputs.
 ///
 /// # Errors
-/// Where there are not five.
+/// Partial outputs that do not have five axes.
 pub fn axes(parts: &Tensor) -> Result<[i64; 5], Wrong> {
     shape("o_parts", parts, "parts, batch, seqlen_q, num_heads_q, head_dim_v")
 }
 
-/// The C structs of a merge, with the parts that they point to.
+/// C structs of a merge, with the parts that they point to.
 pub struct Combine {
-    /// The problem.
+    /// Description of the merge without its tensors.
     pub problem: FmhaCombineProblem,
     args: FmhaCombineArgs,
     parts: Vec<FmhaPartial>,
     options: i64,
-    /// The device that all of its tensors are on.
+    /// Device of all tensors of the merge.
     pub device: Device,
 }
 
@@ -36,7 +37,7 @@ impl Combine {
     /// Reads a request.
     ///
     /// # Errors
-    /// The first tensor that is missing, or does not go with the others, with both numbers.
+    /// The first tensor that is missing or does not match the others, with both numbers.
     pub fn new(request: &Request) -> Result<Self, Wrong> {
         let device = one_device(request, Slot::OParts)?;
         let (parts, o) = (request.required(Slot::OParts)?, request.required(Slot::O)?);
@@ -116,7 +117,7 @@ impl Combine {
         })
     }
 
-    /// The arguments of a run; their parts are this value's.
+    /// Arguments of a run. Their parts belong to this value.
     pub fn args(&self) -> FmhaCombineArgs {
         FmhaCombineArgs { parts: self.parts.as_ptr(), ..self.args }
     }
@@ -130,7 +131,7 @@ impl Combine {
     /// Everything of the call that a plan depends on, in numbers.
     #[must_use]
     pub fn key(&self) -> Key {
-        // No forward call's key begins with this word: the first word of those keys is a scale, of 41 bits.
+        // This word begins no key of a forward call: the first word of such a key is a scale, of 41 bits.
         let mut key = Key::from_slice(&[u64::MAX - 2]);
         key.extend([self.device.kind, self.device.index].map(|code| word(code.into())));
         key.push(word(self.options));
@@ -139,12 +140,12 @@ impl Combine {
     }
 }
 
-/// Pointer moved by `bytes`; a tensor without elements is never read.
+/// Moves a pointer by `bytes`. The pointer of a tensor without elements is never read.
 fn at(data: *mut c_void, bytes: i64) -> *mut c_void {
     data.wrapping_byte_offset(bytes as isize)
 }
 
-/// Strides of rows of O's shape.
+/// Strides of a tensor of rows that has O's shape.
 fn rows(strides: &[i64], o: &Tensor) -> FmhaStrides {
     FmhaStrides {
         batch_stride: strides[0],

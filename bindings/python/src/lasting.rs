@@ -1,5 +1,5 @@
-//! Lists of tiles of masks as code that are the same in all calls of a plan: made by the first call on a stream, and
-//! walked by the later ones there.
+//! Cache of the lists of tiles that masks as code make: calls of one plan on one stream share them. The first call
+//! makes the lists, and later calls read them.
 
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,22 +10,22 @@ use lru::LruCache;
 
 use crate::call::{Call, Key};
 
-/// Objects that are kept, and the bytes that they take together; those unused for longest go.
+/// Most objects that the cache keeps, and most bytes of them together. The least recently used are dropped.
 const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(63);
 const MOST_BYTES: u64 = 512 << 20;
 
-/// Handle of CUDA's and HIP's stream of each thread.
+/// Handle in CUDA and HIP that stands for each thread's own stream.
 const STREAM_PER_THREAD: usize = 2;
 
-// `None`: lists that no object was made of, and that each call makes.
+// Cache of mask objects. `None` stands for lists without an object, which each call makes again.
 type Kept = LruCache<Key, Option<Arc<FmhaMaskObject>>>;
 
 static LISTS: PerProcess<Mutex<Option<Kept>>> = PerProcess::of_first(Mutex::new(None));
 
-/// The lists of a call, made now where it is the first; `None` where they are the workspace's. Whoever asks does not
-/// capture the call: a graph would outlive them.
+/// Lists of a call, made now for the first call; `None` where the lists are in the workspace. The caller must not
+/// capture the call in a graph, since a graph may outlive the lists.
 pub(crate) fn of(call: &Call, plan: &FmhaPlan, args: &fmha_c::FmhaArgs) -> Option<Arc<FmhaMaskObject>> {
-    // One handle of a stream for as many streams as there are threads has no order between them.
+    // This one handle means another stream in each thread, and those streams have no order between them.
     if !plan.has_lasting_lists() || args.stream.addr() == STREAM_PER_THREAD {
         return None;
     }
@@ -44,14 +44,14 @@ pub(crate) fn of(call: &Call, plan: &FmhaPlan, args: &fmha_c::FmhaArgs) -> Optio
     while kept.len() > 1 && bytes(kept) > MOST_BYTES {
         gone.extend(kept.pop_lru());
     }
-    // Memory is given back without the lock.
+    // Memory is freed after the lock is released.
     drop(guard);
     drop(gone);
     made
 }
 
-/// An object with a call's lists; `None` where it is refused or too large. Such a call makes its lists in the
-/// workspace, as without an object.
+/// Makes an object with a call's lists; `None` where the object is refused or too large. Such a call makes its lists in
+/// the workspace.
 fn made(plan: &FmhaPlan, args: &fmha_c::FmhaArgs) -> Option<FmhaMaskObject> {
     let of_plan = |forward, backward| FmhaPlan::mask_object(forward, backward, args);
     let made = of_plan(Some(plan), None).or_else(|_| of_plan(None, Some(plan))).ok()?;

@@ -1,9 +1,9 @@
 //! `fmha` for Python: one shared library for every Python and every torch.
 //!
-//! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in
-//! the process and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors
-//! come through `ctypes` ([`fmha_py_run`]). All make a [`request::Request`], from which [`call`] makes the
-//! struct of the C library; [`plans`] keeps plans by the numbers of their calls.
+//! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in the
+//! process and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors come through
+//! `ctypes` ([`fmha_py_run`]). Each makes a [`request::Request`], which [`call`] converts to the C library's structs;
+//! [`plans`] keeps plans by the numbers of their calls.
 
 mod cache;
 pub mod call;
@@ -81,8 +81,8 @@ pub extern "C" fn fmha_py_describe() -> usize {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: promised by the caller: `request` is null or a request whose tensors are memory of their
-        // device as large as they say.
+        // SAFETY: the caller promises that `request` is null or a request whose tensors are memory of their device as
+        // large as they say.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         let device = plans::device(request)?;
         if device.kind != 0 {
@@ -95,14 +95,14 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     })
 }
 
-/// Plans a request on the device of its tensors, and says how many bytes of scratch its run wants.
+/// Plans a request on the device of its tensors, and writes to `bytes` how many bytes of scratch its run needs.
 ///
 /// # Safety
-/// As [`fmha_py_run`]; no tensor is read. `bytes` is written.
+/// As [`fmha_py_run`]; no tensor is read. `bytes` is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_workspace(request: *const Request, bytes: *mut u64) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (request, bytes) = unsafe { (request.as_ref(), bytes.as_mut()) };
         *bytes.ok_or("bytes is null")? = plans::workspace_bytes(request.ok_or("request is null")?)?;
         Ok(())
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn fmha_py_workspace(request: *const Request, bytes: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_run_with(request: *const Request, workspace: *mut u8, bytes: u64) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         plans::run(request, |wanted| match wanted <= bytes {
             true => Ok(((), workspace)),
@@ -138,9 +138,9 @@ fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
     Ok((scratch, start))
 }
 
-/// Refuses what is wrong with a request on every device and plans nothing: for a compiler that knows shapes
-/// before it knows memory. Where `operator` is not null the request has the arguments of torch's operator of
-/// that name, whose results are described here.
+/// Checks a request without planning it, and reports the errors that every device reports: for a compiler, which knows
+/// shapes before it has memory. Where `operator` is not null the request has the arguments of torch's operator of that
+/// name, whose results are described here.
 ///
 /// # Safety
 /// As [`fmha_py_run`]; no tensor is read. `operator` is null or a C string.
@@ -157,17 +157,18 @@ pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const
     })
 }
 
-/// Keeps a request's numbers for the process, for the operators that take them as one; -1 where there is no room.
+/// Keeps a request's numbers for the process and returns the number that stands for them, which some operators take
+/// instead; -1 where there is no room.
 ///
 /// # Safety
 /// `request` is null or a request.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
-    // SAFETY: promised by the caller: `request` is null or a request.
+    // SAFETY: the caller promises that `request` is null or a request.
     unsafe { request.as_ref() }.and_then(|request| request::keep(request.numbers)).unwrap_or(-1)
 }
 
-/// Plans a request: what the plan says of itself is the text of [`fmha_py_text`].
+/// Plans a request: [`fmha_py_text`] then returns the plan's description.
 ///
 /// # Safety
 /// As [`fmha_py_run`]; nothing of a device is read.
@@ -181,9 +182,9 @@ pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
     })
 }
 
-/// Reads the text of a score or a mask: what [`fmha_py_text`] has is the function's own text, whose
-/// declarations are of what it reads; or, with 1, the word and column that are wrong, behind the argument's
-/// `name`. A mask is a bool, a score is none.
+/// Reads the text of a score or a mask: [`fmha_py_text`] then returns the function's own text, which declares only
+/// captures that it reads. If 1 is returned, it is the error instead: the argument's `name`, and the wrong word with
+/// its column. A mask is a bool, a score is none.
 ///
 /// # Safety
 /// Both texts are null or C strings.
@@ -197,7 +198,7 @@ pub unsafe extern "C" fn fmha_py_function(
         if name.is_null() || text.is_null() {
             return Err("text is null".to_owned());
         }
-        // SAFETY: not null, and the caller's promise.
+        // SAFETY: the pointers are not null, and the caller promises that they are C strings.
         let (name, text) = unsafe { (CStr::from_ptr(name).to_string_lossy(), CStr::from_ptr(text)) };
         let text = text.to_str().map_err(|_| format!("{name}: the text is not UTF-8"))?;
         let function: Function = text.parse().map_err(|error| format!("{name}: {error}"))?;
@@ -226,7 +227,7 @@ pub unsafe extern "C" fn fmha_py_built_in(
         if text.is_null() || names.is_null() || values.is_null() {
             return Err("text is null".to_owned());
         }
-        // SAFETY: not null, and the caller's promise.
+        // SAFETY: the pointers are not null, and the caller promises that they are C strings.
         let (text, names) = unsafe { (CStr::from_ptr(text), CStr::from_ptr(names)) };
         let (text, names) = (text.to_string_lossy(), names.to_string_lossy());
         let function: Function = text.parse().map_err(|error| format!("{error}"))?;
@@ -259,7 +260,7 @@ pub unsafe extern "C" fn fmha_py_mask_object(
     number: *mut i64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (forward, backward, number) = unsafe { (forward.as_ref(), backward.as_ref(), number.as_mut()) };
         let made = objects::make(forward.ok_or("request is null")?, backward)?;
         *number.ok_or("number is null")? = made;
@@ -274,7 +275,7 @@ pub unsafe extern "C" fn fmha_py_mask_object(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_build_mask(number: i64, request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         objects::build(number, request)
     })
@@ -329,23 +330,23 @@ pub unsafe extern "C" fn fmha_py_index_loss(
     index: c_int,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
         // SAFETY: the caller's promise.
         unsafe { index_loss::run(call, (kind, index)) }
     })
 }
 
-/// Plans a choice of keys, and says how many bytes of scratch its run wants.
+/// Plans a choice of keys, and writes to `bytes` how many bytes of scratch its run needs.
 ///
 /// # Safety
 /// `call` is null or a choice, whose kernel is null or a C string; no tensor is read. `bytes` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_workspace_choose(call: *const choose::Choose, bytes: *mut u64) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (call, bytes) = unsafe { (call.as_ref(), bytes.as_mut()) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         *bytes.ok_or("bytes is null")? = unsafe { choose::workspace_bytes(call.ok_or("call is null")?)? };
         Ok(())
     })
@@ -363,9 +364,9 @@ pub unsafe extern "C" fn fmha_py_run_choose(
     bytes: u64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         unsafe { choose::run(call, workspace, bytes) }
     })
 }
@@ -378,7 +379,7 @@ pub extern "C" fn fmha_py_describe_quantize() -> usize {
     size_of::<quantize::Quantize>()
 }
 
-/// Plans a conversion, and says how many bytes of scratch its run wants.
+/// Plans a conversion, and writes to `bytes` how many bytes of scratch its run needs.
 ///
 /// # Safety
 /// `call` is null or a conversion; no tensor is read. `bytes` is null or writable.
@@ -388,7 +389,7 @@ pub unsafe extern "C" fn fmha_py_workspace_quantize(
     bytes: *mut u64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let (call, bytes) = unsafe { (call.as_ref(), bytes.as_mut()) };
         *bytes.ok_or("bytes is null")? = quantize::workspace_bytes(call.ok_or("call is null")?)?;
         Ok(())
@@ -406,9 +407,9 @@ pub unsafe extern "C" fn fmha_py_run_quantize(
     bytes: u64,
 ) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that pointers are null or valid for this call.
         unsafe { quantize::run(call, workspace, bytes) }
     })
 }

@@ -1,4 +1,4 @@
-//! Lists of keys of a request, written to the C struct.
+//! Conversion of a request's lists of keys to the C struct.
 
 use fmha_c::{FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_LENGTH_WHOLE, FmhaArgs, FmhaLists};
 
@@ -42,8 +42,8 @@ pub(crate) fn lists(
     let length = match given.topk_length.given() {
         None => FMHA_LENGTH_WHOLE,
         Some(length) => {
-            // With packed Q a number for each token is tried first: where there are as many tokens as sequences,
-            // both shapes match.
+            // Packed Q is tried with a length for each token first: where there are as many tokens as sequences, both
+            // shapes match.
             let is_per_token = length.shape() == per_token;
             let shape = length.shape();
             ensure!(

@@ -1,4 +1,4 @@
-//! Masks as data of a call: checks them against the call's sizes and fills the C struct.
+//! Check of a call's masks as data against the call's sizes, and their conversion to the C struct.
 
 use fmha_c::{FmhaArgs, FmhaMasks, FmhaStrides};
 
@@ -7,11 +7,11 @@ use crate::request::{Request, Slot, name};
 use crate::shapes::{Placed, Sizes, of_type, shape};
 use crate::tensor::{I32, Tensor, U32};
 
-/// Initialisation as `fmha.h` asks: everything 0 first, then the fields that are set.
+/// Struct of zeros: `fmha.h` wants everything set to 0 before fields are filled in.
 // SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
 
-/// Slots of the tensors of a call's masks.
+/// Slots of a call's mask tensors.
 pub(crate) const SLOTS: [Slot; 6] = [
     Slot::Intervals,
     Slot::MaskBits,
@@ -21,10 +21,10 @@ pub(crate) const SLOTS: [Slot; 6] = [
     Slot::FullKvIndices,
 ];
 
-/// The masks of a request; `None` where it has none.
+/// Masks of a request; `None` where it has none.
 ///
 /// # Errors
-/// A mask whose type, axes or extents do not go with the call, or a block's size without lists.
+/// A mask whose type, axes or extents do not match the call, or a block size without lists.
 pub(crate) fn masks(
     args: &mut FmhaArgs,
     sizes: &Sizes,
@@ -78,7 +78,7 @@ pub(crate) fn masks(
     Ok(Some(masks))
 }
 
-/// Fills lists of blocks: counts, and as many lists of indices.
+/// Fills in lists of blocks: the counts, and a list of indices for each count.
 fn lists(masks: &mut FmhaMasks, args: &mut FmhaArgs, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
     let (block_q, block_k) = (request.numbers.block_q, request.numbers.block_k);
     let pairs = [(Slot::KvNumBlocks, Slot::KvIndices), (Slot::FullKvNumBlocks, Slot::FullKvIndices)];
@@ -147,7 +147,7 @@ fn lists(masks: &mut FmhaMasks, args: &mut FmhaArgs, sizes: &Sizes, request: &Re
     Ok(())
 }
 
-/// Extents of a mask of rows, without the batch axis, which packed rows do not have.
+/// Extents of a mask with rows. Packed rows have no batch axis.
 fn of_rows(slot: Slot, tensor: &Tensor, (packed, batch): (bool, i64), axes: &str) -> Result<[i64; 3], Wrong> {
     if packed {
         return shape(name(slot), tensor, axes);
@@ -161,8 +161,8 @@ fn of_rows(slot: Slot, tensor: &Tensor, (packed, batch): (bool, i64), axes: &str
     Ok(rest)
 }
 
-/// The C form of a mask; `axes` are those of queries, heads and what a query has, counted with a batch axis. An axis
-/// of one index has no step, and one of the batch none is one mask for all sequences.
+/// The C form of a mask; `axes` are those of queries, heads and what a query has, counted with a batch axis. An axis of
+/// one index has stride 0; on the batch axis that means one mask for all sequences.
 fn placed(tensor: &Tensor, packed: bool, axes: [usize; 3]) -> Placed {
     let step = |axis: usize| {
         let at = if packed { axis.checked_sub(1) } else { Some(axis) };

@@ -1,5 +1,5 @@
-//! Mask objects, kept by the addresses of the tensors that they were made of: a call that has these tensors for its
-//! masks uses the object. Its maker must give the object tensors that no other call uses.
+//! Mask objects by the addresses of the tensors that they were made from. A call whose masks are these tensors uses the
+//! object. The maker of an object must give it tensors that no other call uses.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
@@ -17,19 +17,19 @@ use crate::request::Request;
 /// is done.
 pub(crate) struct Object {
     object: FmhaMaskObject,
-    /// The plan of the forward call for which the object was made, and the numbers of that call.
+    /// Plan of the forward call for which the object was made, with that call's numbers.
     plan: Arc<FmhaPlan>,
     key: Key,
 }
 
 impl Object {
-    /// The object of a run, good as long as this lives.
+    /// Pointer to the object for a run, valid while this value lives.
     pub(crate) fn pointer(&self) -> *const FmhaMaskObject {
         &raw const self.object
     }
 }
 
-/// Addresses of a call's mask tensors; 0 for a mask that the call does not have.
+/// Addresses of a call's mask tensors; 0 for an absent mask.
 type Places = [usize; SLOTS.len()];
 
 #[derive(Default)]
@@ -83,7 +83,7 @@ pub(crate) fn make(forward: &Request, backward: Option<&Request>) -> Result<i64,
 /// Queues the building of an object on the stream of its forward call's request.
 ///
 /// # Errors
-/// A number of no object; a call that the object was not made for; what the driver said.
+/// An unknown number; a call for which the object was not made; an error of the driver.
 pub(crate) fn build(number: i64, forward: &Request) -> Result<(), Wrong> {
     let object = kept().as_ref().and_then(|kept| kept.by_number.get(&number)).map(|it| Arc::clone(&it.1));
     let object = object.ok_or_else(|| format!("mask: {number} is no mask object of this process"))?;
@@ -96,12 +96,12 @@ pub(crate) fn build(number: i64, forward: &Request) -> Result<(), Wrong> {
     said(unsafe { object.plan.build_mask(&object.object, &call.args()) })
 }
 
-/// Forgets a mask object. Calls that are being queued keep it until they are queued.
+/// Forgets a mask object. Calls that are just being queued keep it until they are queued.
 pub(crate) fn forget(number: i64) {
     let mut kept = kept();
     let Some(all) = kept.as_mut() else { return };
     let Some((places, object)) = all.by_number.remove(&number) else { return };
-    // A later object's tensors may have the addresses that this one's had.
+    // A later object's tensors may have the addresses of this object's tensors.
     if all.by_place.get(&places).is_some_and(|other| Arc::ptr_eq(other, &object)) {
         all.by_place.remove(&places);
     }

@@ -1,4 +1,4 @@
-//! The operands of a call and of its gradients, put into the C structs.
+//! Conversion of a call's operands and gradients to the C structs.
 
 use fmha_c::{
     FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_DESCALE_PER_KV_HEAD,
@@ -130,7 +130,7 @@ fn fill_outputs(
     Ok(())
 }
 
-/// A flag of the problem: whether a tensor is given.
+/// Flag of the problem that says whether a tensor is given.
 fn has(request: &Request, slot: Slot) -> i32 {
     request.get(slot).is_some().into()
 }
@@ -199,7 +199,7 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<Placed, Wrong> {
         shape.len()
     );
     let lacking = 4 - shape.len();
-    // The strides of a tensor without elements mean nothing, not even that a 0 broadcasts.
+    // A tensor without elements gets dense strides: its own mean nothing, and a stride of 0 is no broadcast.
     let dense = Tensor::described(shape, tensor.dtype, tensor.device);
     let steps = if shape.contains(&0) { dense.steps() } else { tensor.steps() };
     let axis = |i: usize| if i < lacking { (1, 0) } else { (shape[i - lacking], steps[i - lacking]) };

@@ -1,5 +1,4 @@
-//! A cache of plans, whose keys are the numbers of their calls: a call with the numbers of an earlier one runs that
-//! plan.
+//! Cache of plans by the numbers of their calls: a call with the numbers of an earlier one runs that call's plan.
 
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,14 +16,14 @@ use crate::request::{KEEPS_LISTS, Request, Slot};
 use crate::shapes::one_device;
 use crate::tensor::Device;
 
-/// Number of plans that are kept; the least recently used is dropped. A plan has no scratch of its own here and
-/// takes some kilobytes.
+/// Most plans that are kept; the least recently used is dropped. A plan takes some kilobytes, since its scratch belongs
+/// to the caller.
 const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 
 /// Alignment of the scratch's address, in bytes.
 pub const ALIGNMENT: usize = 256;
 
-/// Plans by the numbers of their calls. Their scratch is the caller's, so one may run on several threads at once.
+/// Plans by the numbers of their calls. The scratch belongs to the caller, so threads may run one plan at once.
 pub(crate) type Kept<P> = Mutex<Option<LruCache<Key, Arc<P>>>>;
 
 /// A forked child has a new cache: another thread of the parent may have held the lock at the fork.
@@ -35,7 +34,7 @@ pub(crate) fn said<T>(result: Result<T, impl ToString>) -> Result<T, Wrong> {
     result.map_err(|error| error.to_string())
 }
 
-/// The plan of a key, made by `make` the first time.
+/// Plan for a key. `make` makes it where the cache does not have it.
 pub(crate) fn kept_or_made<P>(
     plans: &PerProcess<Kept<P>>,
     key: Key,
@@ -75,10 +74,10 @@ fn is_combine(request: &Request) -> bool {
     request.get(Slot::OParts).is_some()
 }
 
-/// The device of a request's tensors.
+/// Device of a request's tensors.
 ///
 /// # Errors
-/// The first tensor that is elsewhere.
+/// The first tensor that is on another device.
 pub fn device(request: &Request) -> Result<Device, Wrong> {
     one_device(request, if is_combine(request) { Slot::OParts } else { Slot::Q })
 }
@@ -110,7 +109,7 @@ pub fn explain(request: &Request) -> Result<String, Wrong> {
     Ok(plan.text().to_string_lossy().into_owned())
 }
 
-/// Bytes of scratch that a run of a request wants.
+/// Bytes of scratch that a run of a request needs.
 ///
 /// # Errors
 /// What is wrong with the request, or why no kernel takes it.
@@ -118,11 +117,11 @@ pub fn workspace_bytes(request: &Request) -> Result<u64, Wrong> {
     Ok(planned(&Call::new(request)?)?.workspace_bytes())
 }
 
-/// Runs a request with scratch from `workspace`, which is asked for that many bytes, aligned to
-/// [`ALIGNMENT`], where there are any, and keeps them until what it returned is dropped.
+/// Runs a request with scratch from `workspace`. That function is called with the number of bytes, unless it is 0;
+/// memory must be aligned to [`ALIGNMENT`] and is kept until the returned value is dropped.
 ///
 /// # Errors
-/// What is wrong with the request, why no kernel takes it, or what the driver said.
+/// What is wrong with the request, why no kernel takes it, or an error of the driver.
 pub fn run<W>(
     request: &Request,
     workspace: impl FnOnce(u64) -> Result<(W, *mut u8), Wrong>,

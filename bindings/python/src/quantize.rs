@@ -1,5 +1,4 @@
-//! The conversion of a tensor to a format with scales by blocks: from the numbers and addresses of a call to the C
-//! structs.
+//! Conversion of a tensor to a format with scales by blocks: makes the C structs from a call's numbers and addresses.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -12,29 +11,30 @@ use crate::call::{Key, Wrong, ensure, word};
 use crate::plans::{Kept, kept_or_made, said};
 use crate::tensor::Device;
 
-/// A struct of words of 8 bytes each: numbers, then addresses. Python makes its own from their names.
+/// Declares a struct of 8-byte words, numbers and then addresses, and a list of their names, from which Python makes
+/// the same struct.
 macro_rules! words {
     (numbers: $($number:ident)+; addresses: $($address:ident)+;) => {
-        /// A conversion as Python hands it over. Addresses are null where nothing is given.
+        /// A conversion as Python passes it. Absent tensors have null addresses.
         #[derive(Clone, Copy, Debug)]
         #[repr(C)]
         pub struct Quantize {
             $($number: i64,)+
             $($address: *mut c_void,)+
-            /// A stream of the device, 0: its default one.
+            /// Stream of the device; 0 is its default stream.
             stream: i64,
         }
 
-        /// Names of the numbers, and of the addresses, in order.
+        /// Names of the numbers and of the addresses, in order.
         pub const NAMES: [&str; 2] = [
             concat!($(stringify!($number), " "),+),
             concat!($(stringify!($address), " "),+),
         ];
 
         impl Quantize {
-            /// Everything of the call that a plan depends on.
+            /// Key of a plan: everything of the call that the plan depends on.
             fn key(&self) -> Key {
-                // No key of attention begins so, and none of a merge or a choice.
+                // No key of attention, a merge or a choice begins with this word.
                 let mut key = Key::from_slice(&[u64::MAX - 7]);
                 key.extend([$(self.$number),+].map(word));
                 key
@@ -50,10 +50,10 @@ words! {
     addresses: x elements scales tensor_scale written_scale;
 }
 
-/// Plans of conversions by the numbers of their calls. Their scratch is the caller's.
+/// Plans of conversions by the numbers of their calls. The scratch belongs to the caller.
 static PLANS: PerProcess<Kept<FmhaPlan>> = PerProcess::of_first(Mutex::new(None));
 
-/// A code of 32 bits; one that has more is none that the library knows.
+/// Converts a code to 32 bits. A larger number becomes a code that the library does not know.
 fn code(value: i64) -> i32 {
     i32::try_from(value).unwrap_or(-1)
 }
@@ -98,7 +98,7 @@ impl Quantize {
     }
 }
 
-/// Bytes of scratch that a run of a conversion wants.
+/// Bytes of scratch that a run of a conversion needs.
 ///
 /// # Errors
 /// A fault of the call, or why no kernel takes it.
@@ -109,7 +109,7 @@ pub fn workspace_bytes(call: &Quantize) -> Result<u64, Wrong> {
 /// Queues a conversion on its stream, with scratch of as many bytes as [`workspace_bytes`] says.
 ///
 /// # Errors
-/// As [`workspace_bytes`]; what the driver said.
+/// As [`workspace_bytes`]; an error of the driver.
 ///
 /// # Safety
 /// Addresses are null or memory of the device as large as the numbers say, and so is the scratch, which nobody else

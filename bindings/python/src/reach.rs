@@ -1,5 +1,5 @@
-//! Every field of the C library's structs can be set from Python, but for those that are named here with the
-//! reason. That the structs reach every field of the contract is the C library's own test.
+//! Test that Python can set every field of the C library's structs, except for fields listed here with a reason. A test
+//! of the C library checks that its structs reach every field of the contract.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -243,7 +243,7 @@ fn requests() -> Vec<Request> {
     all
 }
 
-/// A call with a score and a mask as code, and gradients of the captured tensors.
+/// A call with a score and a mask as code, and gradients of captured tensors.
 fn coded(seen: &mut Seen) {
     let names = [c"slopes", c"left", c"by"];
     let captured = names.map(|name| Captured {
@@ -342,7 +342,7 @@ fn scaled(seen: &mut Seen) {
                 format,
                 values: FMHA_BF16.into(),
             };
-            // Scales with gaps.
+            // The tensors of scales have gaps between rows.
             for tensor in [&mut scales.q, &mut scales.k, &mut scales.v] {
                 tensor.strides = tensor.strides.map(|step| (n - 1) * step);
             }

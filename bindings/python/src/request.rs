@@ -1,6 +1,5 @@
-//! One call, as every Python binding states it: thirty-odd tensors, most of them absent, and numbers. The lists of
-//! tensors and numbers are written once, here: the operators' schemas and Python's side of `ctypes` are made from
-//! it.
+//! One call as every Python binding describes it: some thirty tensors, most of them absent, and numbers. The lists of
+//! tensors and numbers are written only here: the operators' schemas and Python's `ctypes` side are made from them.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -9,20 +8,20 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::tensor::Tensor;
 
-/// Declares an enum of tensors with their names, which errors use and which are Python's argument names.
+/// Declares an enum of tensors and their names, which are Python's argument names and appear in errors.
 macro_rules! slots {
     ($($(#[$doc:meta])* $slot:ident = $name:literal,)+) => {
-        /// The tensors of a call, by their place in [`Request::tensors`].
+        /// Tensors of a call, by their index in [`Request::tensors`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         pub enum Slot {
             $($(#[$doc])* $slot,)+
         }
 
-        /// The names of the slots, in their order.
+        /// Names of the slots, in order.
         pub const SLOT_NAMES: [&str; NUM_SLOTS] = [$($name),+];
 
-        /// How many tensors a call can have.
+        /// Number of tensors that a call can have.
         pub const NUM_SLOTS: usize = [$($name),+].len();
     };
 }
@@ -32,11 +31,12 @@ slots! {
     Q = "q",
     /// K `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, packed, or paged `[num_pages, page_size, ..]`.
     K = "k",
-    /// V likewise, of `head_dim_v`; absent where V is the front of K's rows.
+    /// V `[batch, seqlen_k, num_heads_kv, head_dim_v]`, packed, or paged; absent where V is the front of K's rows.
     V = "v",
-    /// O, of Q's shape with `head_dim_v`: written; read by backward.
+    /// O, of Q's shape with `head_dim_v`: an output of forward, an input of backward.
     O = "o",
-    /// LSE, f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`: written; read by backward.
+    /// LSE, f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`: an output of forward, an input of
+    /// backward.
     Lse = "lse",
     /// Bias `[batch, num_heads_q, seqlen_q, seqlen_k]`; axes of size 1 in front are broadcast.
     Bias = "bias",
@@ -44,15 +44,15 @@ slots! {
     AlibiSlopes = "alibi_slopes",
     /// Sinks, f32 `[num_heads_q]`.
     Sink = "sink",
-    /// i32 `[batch + 1]`.
+    /// Offsets of packed Q's sequences, i32 `[batch + 1]`.
     CuSeqlensQ = "cu_seqlens_q",
-    /// i32 `[batch + 1]`.
+    /// Offsets of packed K's sequences, i32 `[batch + 1]`.
     CuSeqlensK = "cu_seqlens_k",
-    /// i32 `[batch]`.
+    /// Queries in use of each sequence, i32 `[batch]`.
     SequsedQ = "seqused_q",
-    /// i32 `[batch]`.
+    /// Keys in use of each sequence, i32 `[batch]`.
     SequsedK = "seqused_k",
-    /// i32 `[batch, max_pages]`.
+    /// Pages of each sequence, i32 `[batch, max_pages]`.
     BlockTable = "block_table",
     /// Factors of FP8 Q: f32 `[batch, num_heads_kv]`, or one number.
     DescaleQ = "descale_q",
@@ -62,17 +62,17 @@ slots! {
     DescaleV = "descale_v",
     /// Factor of an FP8 O: f32, one number.
     ScaleO = "scale_o",
-    /// u8 `[batch, num_heads_q, seqlen_q, seqlen_k]`: written.
+    /// Elements of P that dropout keeps, u8 `[batch, num_heads_q, seqlen_q, seqlen_k]`: written.
     KeepMask = "keep_mask",
     /// New keys `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, or packed.
     KNew = "k_new",
     /// New values, laid out as `k_new`.
     VNew = "v_new",
-    /// i32 `[batch + 1]`.
+    /// Offsets of packed new rows' sequences, i32 `[batch + 1]`.
     CuSeqlensNew = "cu_seqlens_new",
-    /// `[max_pos, rotary_dim / 2]`.
+    /// Cosines of rotary embedding, `[max_pos, rotary_dim / 2]`.
     RotaryCos = "rotary_cos",
-    /// `[max_pos, rotary_dim / 2]`.
+    /// Sines of rotary embedding, `[max_pos, rotary_dim / 2]`.
     RotarySin = "rotary_sin",
     /// Words of the tree mask, u32 (or i32) `[batch, seqlen_q, words]`, packed `[total_q, words]`.
     TreeMask = "tree_mask",
@@ -95,9 +95,9 @@ slots! {
     Dbias = "dbias",
     /// Gradient of the sinks: written.
     Dsink = "dsink",
-    /// Partial outputs `[parts, batch, seqlen_q, num_heads_q, head_dim_v]`, of combine.
+    /// Partial outputs that combine merges, `[parts, batch, seqlen_q, num_heads_q, head_dim_v]`.
     OParts = "o_parts",
-    /// Their LSE, f32 `[parts, batch, num_heads_q, seqlen_q]`.
+    /// LSE of the partial outputs, f32 `[parts, batch, num_heads_q, seqlen_q]`.
     LseParts = "lse_parts",
     /// Endpoints of key ranges, i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
     Intervals = "intervals",
@@ -105,9 +105,9 @@ slots! {
     MaskBits = "mask_bits",
     /// Number of blocks in each row that other masks hide in part, i32 `[batch or 1, heads, blocks_q]`.
     KvNumBlocks = "kv_num_blocks",
-    /// Indices of the blocks that other masks cut, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
+    /// Indices of the blocks that other masks hide in part, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
     KvIndices = "kv_indices",
-    /// Counts of the blocks that are seen as a whole, likewise.
+    /// Number of blocks in each row that are seen as a whole, i32 `[batch or 1, heads, blocks_q]`.
     FullKvNumBlocks = "full_kv_num_blocks",
     /// Indices of the blocks that are seen as a whole, laid out like `kv_indices`.
     FullKvIndices = "full_kv_indices",
@@ -119,7 +119,7 @@ slots! {
     KeySum = "key_sum",
 }
 
-/// Declares a struct of 8-byte numbers, with each one's type in an operator's schema and its default.
+/// Declares a struct of 8-byte numbers, with each number's default and its type in an operator's schema.
 macro_rules! numbers {
     ($($(#[$doc:meta])* $field:ident: $type:ty as $schema:literal = $default:expr,)+) => {
         /// The numbers of a call.
@@ -159,19 +159,20 @@ macro_rules! numbers {
 }
 
 numbers! {
-    /// Packed Q: the longest sequence's queries.
+    /// Queries of the longest sequence, for packed Q.
     max_seqlen_q: i64 as "SymInt" = 0,
-    /// Packed or paged K: the longest sequence's keys; paged, 0: as many as the block table holds.
+    /// Keys of the longest sequence, for packed or paged K. For paged K, 0 means as many as the block table holds.
     max_seqlen_k: i64 as "SymInt" = 0,
-    /// NaN: `1 / sqrt(head_dim_qk)`.
+    /// Factor of the scores. NaN means `1 / sqrt(head_dim_qk)`.
     softmax_scale: f64 as "float?" = f64::NAN,
-    /// Soft-cap of the scores; 0: none.
+    /// Soft-cap of the scores; 0 means none.
     softcap: f64 as "float" = 0.0,
-    /// 0: all keys; 1: a window from the top-left diagonal; 2: from the bottom-right one; 3: generic coordinates.
+    /// Kind of mask: 0 none; 1 a window from the top-left diagonal; 2 one from the bottom-right diagonal; 3 generic
+    /// coordinates.
     mask: i64 as "int" = 0,
-    /// Keys to the left of the diagonal, or y; -1: unbounded.
+    /// Keys to the left of the diagonal, or y of a generic mask; -1 means unbounded.
     left: i64 as "SymInt" = -1,
-    /// Keys of the window to the right, or the mask's second number; -1: unbounded.
+    /// Keys to the right of the diagonal, or x of a generic mask; -1 means unbounded.
     right: i64 as "SymInt" = -1,
     /// Leading keys that every query sees, whatever the window's `left` is.
     sink_columns: i64 as "SymInt" = 0,
@@ -181,39 +182,38 @@ numbers! {
     seed: i64 as "SymInt" = 0,
     /// Last word of the dropout generator's counter: a u64's bits.
     offset: i64 as "SymInt" = 0,
-    /// Type of an O that is made for the caller, as its code; below 0: Q's, bf16 beside FP8.
+    /// Code of the type of an O that is made for the caller. Below 0 it is Q's type, or bf16 for FP8.
     dtype_o: i64 as "int" = -1,
-    /// Bits: [`ALLOW_FALLBACK`], ...
+    /// Options of the call as bits: [`ALLOW_FALLBACK`] and the constants after it.
     options: i64 as "int" = 0,
-    /// Packed new rows: the longest sequence's.
+    /// New rows of the longest sequence, for packed new rows.
     max_seqlen_new: i64 as "SymInt" = 0,
-    /// V's head dimension where V is the front of K's rows; else 0.
+    /// V's head dimension where V is the front of K's rows, otherwise 0.
     head_dim_v: i64 as "SymInt" = 0,
-    /// 1: elements 2i and 2i + 1 are rotated as a pair.
+    /// 1 means that rotary embedding rotates elements 2i and 2i + 1 as a pair.
     rotary_interleaved: i64 as "int" = 0,
-    /// Rows that share a scale, where `k_scale` is given; else 0.
+    /// Rows that share a scale where `k_scale` is given, otherwise 0.
     scale_block: i64 as "SymInt" = 0,
-    /// Queries of a block, where lists of blocks are given; else 0.
+    /// Queries of a block where lists of blocks are given, otherwise 0.
     block_q: i64 as "SymInt" = 0,
-    /// Keys of a block, where lists of blocks are given; else 0.
+    /// Keys of a block where lists of blocks are given, otherwise 0.
     block_k: i64 as "SymInt" = 0,
 }
 
-/// The numbers of a call over a cache with scales by rows: those of blocks come apart, with what else operators of
-/// code take.
+/// Count of numbers of a call over a cache with scales by rows. Block sizes are left out: operators take them with
+/// code.
 pub const NUM_SCALED: usize = NUMBERS.len() - 2;
 
-/// The numbers of a call over a cache without scales by rows.
+/// Count of numbers of a call over a cache without scales by rows.
 pub const NUM_CACHE: usize = NUM_SCALED - 1;
 
-/// The numbers up to `options`, which every operator but combine takes; the others are a cache's.
+/// Count of numbers up to `options`, which every operator but combine takes. The rest belong to a cache.
 pub const NUM_COMMON: usize = NUM_CACHE - 3;
 
 /// Most sets of numbers that are kept; a program that makes more passes the numbers themselves.
 const MOST_KEPT: usize = 4096;
 
-/// The kept sets of numbers, by the index under which they were kept. A forked child sees its parent's: readers
-/// take no lock.
+/// Kept sets of numbers, by index. Readers take no lock, so a forked child can read its parent's.
 static KEPT: [OnceLock<Numbers>; MOST_KEPT] = [const { OnceLock::new() }; MOST_KEPT];
 static NUM_KEPT: AtomicUsize = AtomicUsize::new(0);
 
@@ -225,10 +225,10 @@ pub fn keep(numbers: Numbers) -> Option<i64> {
     i64::try_from(at).ok()
 }
 
-/// The numbers that were kept.
+/// The numbers kept under an index.
 ///
 /// # Errors
-/// Where none were under this one.
+/// An index under which nothing is kept.
 pub fn kept(at: i64) -> Result<Numbers, String> {
     let found = usize::try_from(at).ok().and_then(|at| KEPT.get(at)?.get());
     found.copied().ok_or_else(|| format!("numbers {at} is none of those that were kept"))
@@ -249,9 +249,9 @@ pub const OPTIONS: [&str; 11] = [
     "keeps_lists",
 ];
 
-/// A kernel that is correct but far from fast may serve.
+/// Allows a kernel that is correct but far from fast.
 pub const ALLOW_FALLBACK: i64 = 1;
-/// The true running maximum is subtracted.
+/// Subtracts the true running maximum.
 pub const EXACT: i64 = 2;
 /// Whether every run gives equal bits.
 pub const DETERMINISTIC: i64 = 4;
@@ -259,17 +259,17 @@ pub const DETERMINISTIC: i64 = 4;
 pub const BATCH_INVARIANT: i64 = 8;
 /// Each run reads the lengths back and checks them.
 pub const CHECK_LENGTHS: i64 = 16;
-/// Backward: the bias's gradient is wanted.
+/// Makes backward return the bias's gradient.
 pub const WANTS_DBIAS: i64 = 32;
-/// Backward: the sinks' gradient is wanted.
+/// Makes backward return the sinks' gradient.
 pub const WANTS_DSINK: i64 = 64;
-/// Combine: parts are added without weights.
+/// Makes combine add parts without weights.
 pub const ADDS: i64 = 128;
-/// Combine: parts are added to what O holds.
+/// Makes combine add parts to the content of O.
 pub const ADDS_TO: i64 = 256;
-/// The bits of a query row depend on that row and the keys that it sees alone.
+/// Makes the bits of a query row depend only on that row and the keys that it sees.
 pub const ROW_INVARIANT: i64 = 512;
-/// Lists of tiles that a mask as code makes serve later calls too: nobody captures this one.
+/// Keeps the lists of tiles of a mask as code for later calls. The call must not be captured in a graph.
 pub const KEEPS_LISTS: i64 = 1024;
 
 /// A tensor or a number that a score or mask function captures.
@@ -278,13 +278,13 @@ pub const KEEPS_LISTS: i64 = 1024;
 pub struct Captured {
     /// The capture's name in the texts: a C string.
     pub name: *const c_char,
-    /// The tensor; [`Tensor::ABSENT`]: a number.
+    /// The captured tensor, or [`Tensor::ABSENT`] for a captured number.
     pub tensor: Tensor,
-    /// Gradient of the capture, written by the backward; [`Tensor::ABSENT`]: not wanted.
+    /// Gradient of the capture, written by backward; [`Tensor::ABSENT`] if it is not wanted.
     pub gradient: Tensor,
-    /// The number that the text declares a float.
+    /// Value of a capture that the text declares a float.
     pub real: f64,
-    /// The number that the text declares an int.
+    /// Value of a capture that the text declares an int.
     pub integer: i64,
 }
 
@@ -294,7 +294,7 @@ pub struct Captured {
 pub struct Code {
     /// C string with the code of a score function; null: scores are not modified.
     pub score: *const c_char,
-    /// Which pairs are seen: a C string; null: all.
+    /// C string with the code of a mask function; null: all pairs are seen.
     pub mask: *const c_char,
     /// Tensors and scalars that both functions capture.
     pub captured: *const Captured,
@@ -306,29 +306,30 @@ pub struct Code {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Lists {
-    /// i32 `[batch, seqlen_q, num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`.
+    /// Indices of keys, i32 `[batch, seqlen_q, num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`.
     pub indices: Tensor,
-    /// i32 `[batch]`, or `[batch, seqlen_q]`, packed `[total_q]`; [`Tensor::ABSENT`]: every entry is in use.
+    /// Entries in use of each list, i32 `[batch]`, or `[batch, seqlen_q]`, packed `[total_q]`. [`Tensor::ABSENT`]: all
+    /// of them.
     pub topk_length: Tensor,
     /// Number of keys for which one list entry stands.
     pub block: i64,
-    /// 1: entries are addresses in K's pages.
+    /// 1 means that entries are addresses in K's pages.
     pub addresses: i64,
-    /// 1: LSE is that of the keys alone, beside a sink.
+    /// 1 means that LSE excludes the sink.
     pub lse_without_sink: i64,
 }
 
-/// Scales by blocks of Q, K and V, which are stored in a format with them then.
+/// Scales by blocks of Q, K and V. If they are given, Q, K and V are stored in a block-scaled format.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct BlockScales {
-    /// Q's scales, bytes.
+    /// Scales of Q, one byte each.
     pub q: Tensor,
-    /// K's scales, bytes.
+    /// Scales of K, one byte each.
     pub k: Tensor,
-    /// V's scales, bytes.
+    /// Scales of V, one byte each.
     pub v: Tensor,
-    /// `FMHA_MXFP8_E4M3`, ...
+    /// Code of the format, such as `FMHA_MXFP8_E4M3`.
     pub format: i64,
     /// Type of the values: `FMHA_BF16` or `FMHA_F32`.
     pub values: i64,
@@ -342,7 +343,7 @@ pub struct Request {
     pub tensors: [Tensor; NUM_SLOTS],
     /// The numbers.
     pub numbers: Numbers,
-    /// A stream of the device, 0: its default one.
+    /// Stream of the device; 0 is its default stream.
     pub stream: i64,
     /// A call's score and mask functions; null: none. They outlive the request.
     pub code: *const Code,
@@ -350,8 +351,8 @@ pub struct Request {
     pub lists: *const Lists,
     /// Scales by blocks; null: none. They outlive the request.
     pub block_scales: *const BlockScales,
-    /// A call of the same queries over a second cache alone, whose keys join in the softmax; null: none. It outlives
-    /// the request.
+    /// A call of the same queries over a second cache, whose keys join in the softmax; null: none. It outlives the
+    /// request.
     pub second: *const Request,
 }
 
@@ -379,7 +380,7 @@ impl Request {
     /// The tensor of a slot.
     ///
     /// # Errors
-    /// Where it is not given.
+    /// A slot without a tensor.
     pub fn required(&self, slot: Slot) -> Result<&Tensor, String> {
         self.get(slot).ok_or_else(|| format!("{} is missing", name(slot)))
     }
@@ -389,53 +390,53 @@ impl Request {
         self.tensors[slot as usize] = tensor;
     }
 
-    /// The call's functions and what they capture, if it has any.
+    /// The call's functions and their captures, if it has any.
     ///
     /// # Safety
-    /// `code` is null or a live one, whose list is as long as it says.
+    /// `code` is null or valid, with `captured` as long as it says.
     #[must_use]
     pub unsafe fn coded(&self) -> Option<(&Code, &[Captured])> {
-        // SAFETY: promised by the caller: `code` is null or a live one, whose list is as long as it says.
+        // SAFETY: the caller promises that `code` is null or valid, with `captured` as long as it says.
         let code = unsafe { self.code.as_ref() }?;
         let count = usize::try_from(code.num_captured).unwrap_or(0);
         if code.captured.is_null() || count == 0 {
             return Some((code, &[]));
         }
-        // SAFETY: promised by the caller: `code` is null or a live one, whose list is as long as it says.
+        // SAFETY: the caller promises that `code` is null or valid, with `captured` as long as it says.
         Some((code, unsafe { std::slice::from_raw_parts(code.captured, count) }))
     }
 
-    /// The call's lists, if it has any.
+    /// The call's lists of keys, if it has any.
     ///
     /// # Safety
-    /// `lists` is null or live ones.
+    /// `lists` is null or valid.
     #[must_use]
     pub unsafe fn listed(&self) -> Option<&Lists> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the pointer is null or valid.
         unsafe { self.lists.as_ref() }
     }
 
     /// The call's scales by blocks, if it has any.
     ///
     /// # Safety
-    /// `block_scales` is null or live ones.
+    /// `block_scales` is null or valid.
     #[must_use]
     pub unsafe fn scaled(&self) -> Option<&BlockScales> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the pointer is null or valid.
         unsafe { self.block_scales.as_ref() }
     }
 
-    /// The call over a second cache alone, if there is one.
+    /// The call over a second cache, if there is one.
     ///
     /// # Safety
     /// `second` is null or a live request.
     #[must_use]
     pub unsafe fn second(&self) -> Option<&Self> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the pointer is null or valid.
         unsafe { self.second.as_ref() }
     }
 
-    /// Whether entries of lists are addresses, so that K has pages and no table.
+    /// Whether lists hold addresses, so that K has pages but no block table.
     ///
     /// # Safety
     /// As [`Self::listed`].

@@ -1,4 +1,4 @@
-//! Q, K and V with scales by blocks, held to the call's sizes and put into the C structs.
+//! Q, K and V with scales by blocks: checks them against the call's sizes and fills in the C structs.
 
 use fmha_c::{
     FMHA_E4M3FN, FMHA_E5M2, FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2, FMHA_NVFP4, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR,
@@ -10,7 +10,7 @@ use crate::request::{BlockScales, Request, Slot};
 use crate::shapes::{Placed, Sizes, expect, of_type, rows_of};
 use crate::tensor::{Device, Tensor, U8};
 
-/// Elements in a byte of this format.
+/// Elements that one byte of the format holds.
 pub(crate) fn elems_per_byte(scales: &BlockScales) -> i64 {
     if scales.format == i64::from(FMHA_NVFP4) { 2 } else { 1 }
 }
@@ -63,7 +63,7 @@ pub(crate) fn fill_operands(
     Ok(())
 }
 
-/// The block scales of a call whose tensors are on `device`.
+/// Block scales of a call whose tensors are on `device`.
 pub(crate) fn scales(
     args: &mut FmhaArgs,
     sizes: &Sizes,

@@ -1,5 +1,5 @@
-//! The sizes of a call, and the check of its tensors against them. The C struct has strides alone, so only this
-//! module can find a shape that does not agree with the others.
+//! Sizes of a call, and the check of its tensors against them. The C structs hold strides only, so a wrong shape has to
+//! be found here.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -11,7 +11,7 @@ use crate::call::{Wrong, ensure};
 use crate::request::{Request, SLOT_NAMES, Slot, name};
 use crate::tensor::{Device, Tensor, U8, dtype_name, is_fp8};
 
-/// The sizes of a call, against which its tensors are checked.
+/// Sizes of a call, against which its tensors are checked.
 pub(crate) struct Sizes {
     pub(crate) batch: i64,
     pub(crate) seqlen_q: i64,
@@ -23,7 +23,7 @@ pub(crate) struct Sizes {
     /// Rows of packed tensors.
     pub(crate) total_q: Option<i64>,
     pub(crate) total_k: Option<i64>,
-    /// Pages and rows of a page.
+    /// Number of pages, rows of a page, and columns of the block table.
     pub(crate) pages: Option<(i64, i64, i64)>,
 }
 
@@ -54,7 +54,8 @@ pub(crate) fn rows(batch: i64, seqlen: i64, total: Option<i64>, heads: i64, dim:
     }
 }
 
-/// The device on which all tensors of a request are; an error names the first that is elsewhere than `first`.
+/// Checks that all tensors of a request are on one device. The error names the first tensor on another device than
+/// `first`.
 pub(crate) fn one_device(request: &Request, first: Slot) -> Result<Device, Wrong> {
     let device = request.required(first)?.device;
     for (tensor, slot) in request.tensors.iter().zip(SLOT_NAMES) {
@@ -71,7 +72,7 @@ pub(crate) fn one_device(request: &Request, first: Slot) -> Result<Device, Wrong
     Ok(device)
 }
 
-/// Sizes of a tensor that must have as many axes as `axes` names.
+/// Sizes of a tensor that must have as many axes as `axes` has names.
 pub(crate) fn shape<const N: usize>(name: &str, tensor: &Tensor, axes: &str) -> Result<[i64; N], Wrong> {
     let shape = tensor.shape();
     shape
@@ -180,7 +181,7 @@ fn sequences(name: &str, offsets: &Tensor) -> Result<i64, Wrong> {
     Ok(entries - 1)
 }
 
-/// Holds a tensor to a shape.
+/// Checks that a tensor has a given shape.
 pub(crate) fn expect(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<(), Wrong> {
     let shape = tensor.shape();
     ensure!(shape == wanted, "{name} has shape {shape:?}, not {wanted:?}");
@@ -195,7 +196,7 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
     Err(format!("{name} is of {}, not of {}", dtype_name(tensor.dtype), names.join(" or ")))
 }
 
-/// A tensor in the C structs: its address, for the run's arguments, and its strides, for the problem.
+/// A tensor as the C structs take it: its address goes into the run's arguments, its strides into the problem.
 #[derive(Clone, Copy)]
 pub(crate) struct Placed {
     pub data: *mut c_void,
@@ -205,14 +206,14 @@ pub(crate) struct Placed {
 pub(crate) const NO_STRIDES: FmhaStrides =
     FmhaStrides { batch_stride: 0, seqlen_stride: 0, head_stride: 0, dim_stride: 0 };
 
-/// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead: packed rows may be
-/// fewer than a sequence has at most, by which a plan counts.
+/// C form of an operand that has rows. Axes of one index get harmless strides: a plan counts with a sequence's most
+/// rows, which packed tensors may not have.
 pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Placed, Wrong> {
     attention_type(name, tensor)?;
     rows_of(name, tensor, wanted)
 }
 
-/// The C form of a tensor of rows, without a check of its type.
+/// C form of a tensor that has rows, without a check of its type.
 pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Placed, Wrong> {
     expect(name, tensor, wanted)?;
     let mut steps: SmallVec<[i64; 4]> = SmallVec::from_slice(tensor.steps());
@@ -226,7 +227,7 @@ pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Pla
     let seqlen_stride = match wanted {
         &[0 | 1, heads, dim] if dim_stride == 1 => {
             let row_elems = (heads - 1).max(0).saturating_mul(row[1]).saturating_add(dim);
-            // Rows of a multiple of 16 elements are aligned for every kernel.
+            // Rows of a multiple of 16 elements satisfy every kernel's alignment.
             if row[0] < row_elems { row_elems.saturating_add(15) / 16 * 16 } else { row[0] }
         }
         _ => row[0],
@@ -266,8 +267,8 @@ pub(crate) fn attention_type(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Bytes of K's rows where they are of a latent cache in FlashMLA's format: values in FP8, scales and a rotary part;
-/// else 0.
+/// Bytes of a row of K where K is a latent cache in FlashMLA's format, with FP8 values, scales and a rotary part;
+/// otherwise 0.
 pub(crate) fn cache_rows(k: &Tensor) -> i32 {
     match k.shape() {
         [.., width @ (656 | 584)] if k.dtype == U8 => *width as i32,
@@ -290,7 +291,7 @@ pub(crate) fn contiguous(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// A contiguous tensor of one of some types, if it is given.
+/// A contiguous tensor of one of the given types, if the tensor is given.
 pub(crate) fn plain(
     request: &Request,
     slot: Slot,

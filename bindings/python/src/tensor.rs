@@ -1,15 +1,15 @@
-//! A tensor of the caller, as a binding describes it: address, type, sizes and strides. The memory is borrowed.
+//! Tensor of a caller as a binding describes it: address, type, sizes and strides. The memory is borrowed.
 
 use std::ffi::c_void;
 
 /// Most axes that a tensor of any operator has.
 pub const MAX_DIMS: usize = 5;
 
-/// Element types beyond those of attention's operands: what offsets and masks have.
+/// Type of offsets and lengths. It and the following types are none of attention's operands.
 pub const I32: i32 = 100;
-/// Bytes: keep masks.
+/// Type of keep masks: bytes.
 pub const U8: i32 = 101;
-/// Words of a tree mask.
+/// Type of a tree mask's words.
 pub const U32: i32 = 102;
 /// Type that NumPy gives an array without a named type. No operand has it; a refusal spells its name.
 pub const F64: i32 = 103;
@@ -24,8 +24,8 @@ pub const OTHER: i32 = -1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Device {
-    /// 0: host memory; 1: an NVIDIA device; 2: an AMD device; 3: torch's `meta` device, which has no memory: such a
-    /// call is checked and not run.
+    /// Kind of device: 0 host memory; 1 NVIDIA; 2 AMD; 3 torch's `meta` device, which has no memory, so that a call is
+    /// checked and not run.
     pub kind: i32,
     /// Index of the device among those of its kind, from 0.
     pub index: i32,
@@ -49,15 +49,15 @@ impl Device {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Tensor {
-    /// The tensor's first element; null for a tensor of 0 elements, or one that is not given.
+    /// Address of the first element; null for an absent tensor or one without elements.
     pub data: *mut c_void,
-    /// Sizes of its axes, outermost first; the first `num_dims` count.
+    /// Sizes of the tensor's axes, outermost first. Only the first `num_dims` count.
     pub sizes: [i64; MAX_DIMS],
-    /// Elements from one index of an axis to the next.
+    /// Strides of the tensor's axes, in elements.
     pub strides: [i64; MAX_DIMS],
-    /// Axes; -1: not given.
+    /// Number of axes; -1 for an absent tensor.
     pub num_dims: i32,
-    /// `FMHA_F16`, ..., or [`I32`], [`U8`], [`U32`], [`I64`], [`BOOL`], [`OTHER`].
+    /// Code of the element type: `FMHA_F16` and its like, or [`I32`], [`U8`], [`U32`], [`I64`], [`BOOL`], [`OTHER`].
     pub dtype: i32,
     /// Device of the memory.
     pub device: Device,
@@ -90,7 +90,7 @@ impl Tensor {
         tensor
     }
 
-    /// The tensor's address. A tensor without elements has some address too, since null is a tensor that is not there.
+    /// Address of the tensor. A tensor without elements gets a non-null address too, since null means an absent tensor.
     #[must_use]
     pub fn address(&self) -> *mut c_void {
         match self.data.is_null() && self.shape().contains(&0) {

@@ -29,7 +29,7 @@ except ImportError:
     jax = None
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-#: Largest error of what has been rounded to a type once, relative to the largest number near it.
+#: Largest error of a number that was rounded to a type once, relative to the largest number near it.
 UNIT = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NAN = float("nan")
 POISON = 77.0
@@ -51,7 +51,7 @@ def kept(seed, offset, p_drop, batch, heads, rows, keys):
             x & low,
         )
     words = numpy.choose(numpy.broadcast_to(j % 4, c0.shape), [c0, c1, c2, c3])
-    # The probability is an f32 number.
+    # The library holds the probability as f32.
     return torch.from_numpy(words < math.floor((1 - float(numpy.float32(p_drop))) * 2**32))
 
 
@@ -59,7 +59,7 @@ class Side:
     """Rows of queries or of keys: where each sequence's begin and how many there are."""
 
     def __init__(self, draw, batch, most, packed, used):
-        # Packed rows need a bound, and 0 is none.
+        # Packed rows need a bound of their lengths, and 0 is no bound.
         self.packed, self.most = packed, max(most, int(packed))
         self.physical = [draw.randint(0, most) if packed else most for _ in range(batch)]
         self.lengths = [draw.randint(0, rows) if used else rows for rows in self.physical]
@@ -142,7 +142,7 @@ class Call:
     def rows(self, side, heads, dim, share, dim_last=True):
         shape = (side.rows, heads, dim) if side.packed else (self.batch, side.rows, heads, dim)
         out = side.left_out(self.batch)
-        # A row that stands in several places is read in one of them perhaps.
+        # Sequences share no rows where lengths leave rows out: one sequence may leave out a row that another reads.
         x = self.draw.tensor(shape, self.dtype, (0, 2) if share and not (out.any() or side.packed) else (), dim_last)
         if out.any():
             x[out] = NAN
@@ -178,7 +178,7 @@ class Call:
             max_seqlen_k=self.of_k.most if self.of_k.packed else None,
             deterministic=draw.maybe(0.2, lambda: True),
             batch_invariant=draw.maybe(0.1, lambda: True),
-            # No kernel of a GPU promises it in f32.
+            # No GPU kernel offers row invariance in f32.
             row_invariant=draw.maybe(0.1, lambda: DEVICE == "cpu" or self.dtype != torch.float32 or None),
             accuracy=draw.maybe(0.2, lambda: "exact"),
             check_lengths=draw.maybe(0.2, lambda: True),
@@ -283,18 +283,19 @@ def results(call, o, lse, exact, loose=1):
 
 
 def gradients(call, given, leaves, exact, dout, dlse):
-    # Lengths leave out rows of O's gradient too, which a caller may not have filled.
+    # Lengths also leave out rows of O's gradient, which a caller may leave undefined.
     loss = (exact[0] * torch.where(dout.isnan(), 0.0, dout.double())).sum()
     if dlse is not None:
         finite = torch.isfinite(exact[1])
         loss = loss + (torch.where(finite, exact[1], 0.0) * torch.where(dlse.isnan(), 0.0, dlse.double())).sum()
-    # A batch of 0 has an O that is made of nothing.
+    # With a batch of 0, O depends on no input.
     wanted = (
         torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if call.batch else (None,) * len(leaves)
     )
     for name, mine, theirs in zip(leaves, given, wanted):
         theirs = torch.zeros_like(leaves[name]) if theirs is None else theirs
-        # The rounding of O enters each element of dS by a sum over its row; what dropout keeps is larger.
+        # Rounding of O changes each element of dS through a sum over its row. Dropout enlarges the elements that it
+        # keeps.
         unit = (
             (UNIT[call.dtype] + UNIT[call.dtype_o])
             * max(math.sqrt(call.dv), 8)
@@ -555,7 +556,7 @@ def cache(draw, convert=lambda x: x, back=lambda x: x):
     k, v = convert(k), None if front else convert(v)
     news = () if k_new is None else (convert(k_new),) if front else (convert(k_new), convert(v_new))
     o, lse = fmha.attention_with_kvcache(convert(call.q), k, v, *news, return_lse=True, **options)
-    # The meaning is that of the rows with what was appended.
+    # The expected result is computed from the cache's rows with the appended rows.
     call.q, call.k, call.v = queries, call.k.clone(), call.v.clone()
     for whole, rows in (
         (call.k, added[0]),
@@ -568,7 +569,7 @@ def cache(draw, convert=lambda x: x, back=lambda x: x):
         call.options.pop("bias", None)
         call.options.update(bias=hidden, mask=None)
     _, exact = call.exact()
-    # A rotated element that was rounded the other way changes its row's scores.
+    # A rotated element that is rounded the other way changes its row's scores.
     loose = 1 if angles is None else 4 * math.sqrt(call.d)
     return call, results(call, back(o), back(lse), exact, loose=loose)
 
@@ -580,7 +581,7 @@ def cache_of_numpy(draw):
 DOORS = {"torch": of_torch, "func": of_func, "into": into, "cache": cache}
 if jax is not None:
     DOORS.update(numpy=of_numpy, numpy_cache=cache_of_numpy, jax=of_jax)
-#: Of a hundred calls; JAX compiles each.
+#: Number of calls of each kind among a hundred; JAX's are few, since JAX compiles each.
 WEIGHTS = {"torch": 40, "func": 5, "into": 10, "cache": 22, "numpy": 12, "numpy_cache": 6, "jax": 5}
 
 

@@ -14,7 +14,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 from engine_parts import Finder, Stub  # noqa: E402
 from reference import DEVICE, attention as by_definition, close, tolerance  # noqa: E402
 
-#: Head dimension, rows of a page, and by how much sequences are longer than those of the CPU.
+#: Head dimension, rows of a page, and the factor by which sequences are longer than on the CPU.
 SIZES = ((16, 4, 1),) if DEVICE == "cpu" else ((64, 1, 40), (128, 16, 100), (128, 64, 200), (256, 32, 50))
 
 BARE = (
@@ -25,7 +25,7 @@ BARE = (
     "sglang.srt.mem_cache",
     "sglang.srt.model_executor",
 )
-#: What is the engine's own; everything else of it is stubbed, and so are compilers and servers.
+#: Modules of the engine that are real. Its other modules are stubbed, and so are compilers and servers.
 REAL = (
     "sglang.srt.layers.attention.base_attn_backend",
     "sglang.srt.layers.attention.attention_registry",
@@ -139,7 +139,7 @@ def run_steps(base, registry, batches, dim, size, long):
         backend.init_forward_metadata(batch)
         q = torch.randn(len(places), 4 * dim).to(DEVICE, torch.bfloat16)
         k, v = (torch.stack([x[b, i] for b, i in places]) for x in rows)
-        # The engine's own method calls one of ours.
+        # The engine's own method calls a method of this library's backend.
         o = backend.forward(q, k, v, layer, batch)
         first = 0
         for b, n in enumerate(new):

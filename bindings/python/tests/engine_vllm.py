@@ -149,7 +149,7 @@ def steps(chosen, backend, dim, size, long):
     """Two sequences over pages of `size` rows: two chunks of a prompt, then a token each; a GPU replays a graph of the
     last step for lengths that it was not captured with."""
     heads, heads_kv = 4, 2
-    # Abstract methods that are not there would raise here.
+    # Creating the object raises an error if an abstract method is missing.
     sizes = dict(num_heads=heads, head_size=dim, scale=0.3, num_kv_heads=heads_kv)
     impl = chosen.get_impl_cls()(**sizes, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto")
     spec = types.SimpleNamespace(block_size=size)

@@ -16,9 +16,9 @@ import engine_vllm  # noqa: E402
 from engine_parts import Finder  # noqa: E402
 from reference import DEVICE, attention as by_definition  # noqa: E402
 
-#: Head dimension, rows of a page, and by how much prompts are longer than those of the CPU.
+#: Head dimension, rows of a page, and the factor by which prompts are longer than on the CPU.
 DIM, SIZE, LONG = (16, 4, 1) if DEVICE == "cpu" else (128, 16, 8)
-#: Tokens of a sequence, at most.
+#: Most tokens of a sequence.
 LONGEST = 64 * LONG
 
 BARE = (
@@ -143,7 +143,7 @@ class Runner:
         sampled = []
         for b, (name, count) in enumerate(zip(names, counts)):
             known, _, first = self.requests[name]
-            # A chunk that does not end the prompt gives no token.
+            # A chunk that does not end the prompt produces no token.
             last = first + count == len(known)
             scores = logits[int(starts[b + 1]) - 1]
             token = int(scores.argmax())
@@ -203,7 +203,7 @@ def scheduler_of(found, blocks, size, tokens):
     groups = [kinds.KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)]
     cache = kinds.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     scheduler = found("v1.core.sched.scheduler").Scheduler
-    # No request has a grammar, whose manager takes every token.
+    # No request has a grammar, so the stub of the grammar manager accepts every token.
     grammars = types.SimpleNamespace(accept_tokens=lambda *_: True)
     return scheduler(config, cache, grammars, size)
 
@@ -255,7 +255,7 @@ def serve(found, backend, chosen):
             error = float((ours - exact).abs().max() / exact.abs().max())
             assert error < 0.02, (at, i, error)
             compared += 1
-            # Scores that are nearly equal may be told apart either way by 16 bits; other tokens follow then.
+            # Nearly equal scores may be ordered either way in 16 bits, and the later tokens then differ.
             if got[at][i] != wanted[i]:
                 assert float(exact.max() - exact[got[at][i]]) < 0.05, (at, i, got[at], wanted)
                 break

@@ -57,9 +57,9 @@ NAMES = {
     "row_invariant",
     "check_lengths",
 }
-#: What torch refuses before an operator is called: a layout that has no kernel, more memory than there is.
+#: Errors that torch itself raises before an operator is called: a layout without a kernel, or too little memory.
 TORCHS_OWN = re.compile(r"Could not run 'fmha::\w+' with arguments from|\[enforce fail at alloc_cpu")
-#: What the CPU's kernels alone take: f32 rows that are appended to a cache, or turned.
+#: Errors of calls that only the CPU's kernels take: f32 rows that are appended to a cache or rotated.
 OF_A_GPU = re.compile(r"rows that are appended or turned are of 16 bits or FP8")
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, OverflowError, IndexError)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -299,7 +299,7 @@ class Calls:
         try:
             call[name] = harms[what]()
         except (RuntimeError, IndexError, NotImplementedError) as error:
-            # torch cannot make the drawn tensor.
+            # torch can not make the drawn tensor.
             return f"{name}: not {what}: {str(error)[:60]}"
         return f"{name}: {what}"
 

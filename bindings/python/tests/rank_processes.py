@@ -34,7 +34,7 @@ def main(program):
 
 
 def _one_rank(program, rank, size, folder):
-    # Whether this machine's name has an address is nothing that is tested here.
+    # The ranks use the loopback interface, since this machine's name may have no address.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if size == 2:
         where = f"file://{folder}/meeting"

@@ -154,7 +154,7 @@ def refused_at_once(leaf, x):
         else:
             raise AssertionError(f"taken: {words}")
         dist.barrier()
-    # Queries of a negative view have their sign, and so has their gradient.
+    # Queries that are a negative view must be read with their sign, and so must their gradient.
     negative = torch._neg_view(leaf)
     o = ranks.attention(negative, x, x)
     assert torch.equal(o, ranks.attention(-x, x, x))
@@ -194,9 +194,9 @@ def refusals(size):
         assert "q: attention has no second derivative" in str(error), error
     else:
         raise AssertionError("a second derivative is taken")
-    # The barrier keeps a rank's next, failing call from a rank that is still in this one.
+    # The barrier keeps a rank's next call, which fails, apart from this call on a slower rank.
     dist.barrier()
-    # An argument of a wrong kind is this rank's own exception, and the other ranks get it as their error.
+    # A rank with an argument of a wrong type raises its own exception, and the other ranks report it.
     try:
         ranks.attention(x, x, x, softmax_scale="x" if rank == 0 else None)
     except TypeError as error:
@@ -205,14 +205,14 @@ def refusals(size):
         assert rank != 0 and "rank 0, arguments: TypeError: softmax_scale" in str(error), error
     else:
         raise AssertionError("a text is taken for a number")
-    # The next call joins anew.
+    # The next call sets up the group again.
     case("after errors", causal=True)
 
 
 def program(rank, size):
     cases(size)
     refusals(size)
-    # A group of some of the ranks.
+    # The group has only some of the ranks.
     pair = dist.new_group([size - 2, size - 1])
     if rank >= size - 2:
         assert ranks.rows(7, pair) == ([(0, 2), (6, 7)] if rank == size - 2 else [(2, 4), (4, 6)])

@@ -51,7 +51,7 @@ class Drawn:
         self.scheme = draw.choice((None, "gather", "ring", "ulysses", "decode"))
         self.kinds = draw.sample(("intervals", "bits", "lists", "score", "mask", "band"), draw.randint(1, 3))
         is_packed = self.scheme != "decode" and not {"lists", "bits"} & set(self.kinds) and draw.random() < 0.4
-        # Runs of keys begin with a word, and with a block.
+        # Runs of keys begin at a multiple of a word's bits or of a block.
         rows = 64 * size if "bits" in self.kinds else draw.choice((8, 16)) * size
         if not {"lists", "bits"} & set(self.kinds):
             rows += draw.randint(0, 7)
@@ -240,12 +240,12 @@ def texts_and_torchs_masks(size):
         close(ranks.attention(*own, **options), ranks.shard(fmha.attention(q, k, v, **options)), "a text")
     joined = ranks._ours(None, q.device)
     assert len(joined.plans) == 1, len(joined.plans)
-    # One text and tensors of other steps: each is a plan of its own.
+    # The text is the same and the tensors' strides differ, so each call has a plan of its own.
     steps = torch.randn(2 * rows, generator=generator)
     for read in (steps[:rows], steps[::2], steps[:1].expand(rows), steps[-5:]):
         options = dict(score_code="t: f32[_]; s + t[k]", captured=dict(t=read))
         close(ranks.attention(*own, **options), ranks.shard(fmha.attention(q, k, v, **options)), "steps")
-    # Another program's document mask, which torch cuts into blocks.
+    # A document mask as programs for flex attention write it, which torch splits into blocks.
     ids = torch.arange(rows) // 5
     mask = create_block_mask(
         lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q), 1, 1, rows, rows, device="cpu", BLOCK_SIZE=BLOCK
@@ -253,7 +253,7 @@ def texts_and_torchs_masks(size):
     options = dict(mask=fmha.BlockLists.of(mask), mask_code=mask.mask_mod)
     close(ranks.attention(*own, **options), ranks.shard(fmha.attention(q, k, v, **options)), "a block mask")
     assert "scheme" in ranks.explain(*own, **options)
-    # A gradient of a tensor that is read in another type, alone of all inputs.
+    # The tensor is read in another type, and is the only input that needs a gradient.
     wide = torch.randn(rows, generator=generator, dtype=torch.float64).requires_grad_()
     o = ranks.attention(*own, score_code=lambda s, b, h, q, k: s + wide[k])
     (found,) = torch.autograd.grad(o.sum(), wide, create_graph=True)
@@ -271,7 +271,7 @@ def texts_and_torchs_masks(size):
 
 
 def refusals(size):
-    # The barrier keeps a rank's first, failing call from a rank that is still in the call before.
+    # The barrier keeps a rank's first call, which fails, apart from the call before it on a slower rank.
     dist.barrier()
     rank = dist.get_rank()
     rows = 8 * size
@@ -314,7 +314,7 @@ def refusals(size):
         (dict(mask_code=lambda b, h, q, k: k > 1 if rank else 1 / 0), "ZeroDivisionError" if rank else "division"),
     ):
         refused(said, lambda: ranks.attention(x, x, x, **options))
-    # A call that names what the others do not have, and positions that a scheme cannot cut.
+    # The call names a capture that the other ranks do not have; a further call has positions that a scheme can not cut.
     runs = [[(0, 6)], [(6, 2 * 6 + 4)], *([(8 * r, 8 * r + 8)] for r in range(2, size))]
     y = torch.randn(1, 6 if rank == 0 else 10 if rank == 1 else 8, 2, 8)
     for options, said in (

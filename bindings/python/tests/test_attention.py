@@ -345,7 +345,8 @@ def test_generic_coordinates_have_sink_columns_as_windows_do(sink_columns):
 
 def test_a_tree_mask_stands_in_for_the_default_mask():
     q, k, v = tensors(sq=4, dtype=torch.bfloat16)
-    # A root, two children of it, and a child of the second: each sees its ancestors and the 5 keys in use before.
+    # The tree has a root, two children of it, and a child of the second. Each node sees its ancestors and the 5 keys
+    # before the tree.
     ancestors = [0b0001, 0b0011, 0b0101, 0b1101]
     words = torch.tensor(ancestors, dtype=torch.int32).view(1, 4, 1).repeat(2, 1, 1)
     used = torch.tensor([9, 9], dtype=torch.int32)
@@ -501,7 +502,7 @@ def test_a_last_axis_that_is_not_dense_is_copied_or_named_with_the_remedy():
         fmha.attention_out(o, dense[0], k, dense[2])
     with pytest.raises(RuntimeError, match="^o has stride 2 on its last axis, not 1: what is written"):
         fmha.attention_out(q.clone().repeat_interleave(2, -1)[..., ::2], *dense)
-    # V by columns stays where it is.
+    # V stored by columns is not copied.
     columns = dense[2].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert _torch.prepared((*dense[:2], columns), _arguments.NO_TENSORS)[0][2] is columns
     assert torch.allclose(fmha.attention(*dense[:2], columns), fmha.attention(*dense), atol=1e-6)

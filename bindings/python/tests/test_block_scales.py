@@ -173,7 +173,7 @@ def test_a_conversion_has_the_bits_of_its_definition(name):
     for axis, dtype in [(-1, torch.float32), (-3, torch.bfloat16)]:
         values = x.to(dtype)
         found = _scales.quantize(values, name, axis, None)
-        # Powers of 2 are exact on the CPU, and a GPU's are not.
+        # The comparison runs on the CPU, where powers of 2 are exact; on a GPU they are not.
         values, stored, codes, descale = (t.cpu() for t in (values, *found))
         with torch.device("cpu"):
             check_bits(name, axis, values, stored, codes, descale)

@@ -121,14 +121,14 @@ def test_appended_rows_are_quantised_with_scales_of_their_own(narrow, paged):
         for b in range(2):
             for i in range(3):
                 at = place(b, used[b] + i)
-                # On the CPU, since torch multiplies by the reciprocal of a number on a GPU.
+                # The division runs on the CPU, since torch multiplies by a reciprocal on a GPU.
                 numbers = new[b, i].float().cpu()
                 wanted = numbers.abs().amax(-1) / LARGEST[narrow]
                 wanted = torch.where(wanted > 0, wanted, 1.0)
                 assert torch.equal(scale[at].cpu(), wanted)
                 stored = (numbers / wanted[:, None]).to(narrow)
                 assert torch.equal(cache[at].cpu().view(torch.uint8), stored.view(torch.uint8))
-                # The rest of the cache is compared with what it held before.
+                # The rest of the cache must be unchanged.
                 old[at] = cache[at]
         assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))
     for b in range(2):
@@ -192,7 +192,7 @@ def test_numpys_arrays_have_scales_too():
 
 
 def test_the_operator_is_sound():
-    # The check of the schema multiplies arguments, which torch cannot in FP8.
+    # The schema check multiplies arguments, which torch can not do in FP8.
     q, new = torch.randn(2, 1, 4, 16).half(), torch.randn(2, 1, 2, 16).half()
     k, v, scale = torch.randn(2, 9, 2, 16).to(FP8[0]), torch.randn(2, 9, 2, 16).to(FP8[0]), torch.rand(2, 9, 2)
     used = torch.tensor([3, 4], dtype=torch.int32)

@@ -34,7 +34,7 @@ def test_work_goes_on_the_callers_stream():
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        # Long work stands before the call on this stream alone, so attention on another stream would read zeros.
+        # Long work is queued before the call on this stream alone, so attention on another stream would read zeros.
         late = torch.zeros_like(q)
         torch.cuda._sleep(200_000_000)
         late.copy_(q)
@@ -138,7 +138,7 @@ def test_memory_is_outputs_and_workspace_alone():
     outputs = o.numel() * 2
     lse = q.shape[0] * q.shape[2] * q.shape[1] * 4
     assert outputs <= kept <= outputs + 4096
-    # No score matrix: that would be 8 heads of 2048 by 2048.
+    # No score matrix may be allocated: it would have 8 heads of 2048 by 2048.
     assert peak <= outputs + lse + (4 << 20)
 
 

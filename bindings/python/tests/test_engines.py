@@ -148,11 +148,11 @@ def test_vllm_prompts_then_tokens_over_its_cache(vllm, options, cache_dtype, cau
     pool = torch.zeros(24, heads_kv, size, 2 * dim, dtype=dtype)
     builder = vllm.get_builder_cls()(types.SimpleNamespace(block_size=size), [], None, DEVICE)
     rows = [(torch.randn(9, heads_kv, dim, dtype=BF16), torch.randn(9, heads_kv, dim, dtype=BF16)) for _ in range(3)]
-    # Prompts beside each other, one continued in a chunk; then one token each.
+    # The first step has prompts side by side, one of them continued in a chunk; later steps have one token each.
     for lengths_q, lengths_k in (((5, 3, 8), (5, 3, 8)), ((1, 4, 1), (6, 7, 9)), ((1, 1, 1), (7, 8, 9))):
         common = vllm_batch(lengths_q, lengths_k, size, 24)
         common.causal = causal
-        # All of the cache anew: pages are dealt out for each step.
+        # The whole cache is written again, since pages are dealt out anew in each step.
         whole = vllm_batch(lengths_k, lengths_k, size, 24)
         whole.slot_mapping = torch.cat([whole.slot_mapping, torch.tensor([-1])])
         stacked = [
@@ -160,7 +160,7 @@ def test_vllm_prompts_then_tokens_over_its_cache(vllm, options, cache_dtype, cau
             for at in (0, 1)
         ]
         impl.do_kv_cache_update(layer, *(x.to(BF16) for x in stacked), pool, whole.slot_mapping)
-        # Padded, as an engine's buffers are.
+        # The query is padded, as an engine's buffers are.
         q = torch.randn(sum(lengths_q) + 2, heads, dim, dtype=BF16)
         o = torch.full_like(q, 7.0)
         metadata = builder.build(0, common)
@@ -220,14 +220,15 @@ def test_vllms_graph_of_a_mixed_batch_serves_whatever_batch_it_is_replayed_for(v
     impl = vllm.get_impl_cls()(heads, dim, 0.3, num_kv_heads=heads_kv)
     builder = vllm.get_builder_cls()(types.SimpleNamespace(block_size=size), [], None, DEVICE)
     pool = torch.randn(40, heads_kv, size, 2 * dim, dtype=BF16)
-    # Captured with short sequences; the engine promises nothing, three tokens for each request, or all tokens.
+    # The graph is captured with short sequences. The engine promises nothing, three tokens for each request, or all
+    # tokens.
     for captured_q, promised in (((4, 3, 3, 2), None), ((3, 3, 3, 3), 3), ((3, 3, 3, 3), 12)):
         common = vllm_batch(captured_q, captured_q, size, 40)
         if promised is not None:
             common.max_query_len = promised
         captured = builder.build_for_cudagraph_capture(common)
         assert captured.max_seq_len == common.block_table_tensor.shape[1] * size
-        # A promise is rounded up, as in every plan.
+        # The promised bound is rounded up, as in every plan.
         assert captured.max_query_len == (4 if promised == 3 else tokens)
         mixed = [((12, 0, 0, 0), (30, 1, 1, 1)), ((1, 9, 1, 0), (29, 9, 20, 1)), ((2, 2, 2, 2), (31, 2, 9, 30))]
         uniform = [((3, 3, 3, 3), (30, 3, 7, 31)), ((1, 1, 1, 1), (30, 1, 7, 31))]
@@ -492,7 +493,7 @@ def test_vllm_latent_rows_over_lists(vllm, cache_dtype, head_size):
     for token, (b, i) in enumerate(places):
         chosen = torch.randperm(i + 1)[:topk].sort().values.int()
         buffer[token, : len(chosen)] = chosen
-    # A list without keys.
+    # The list has no keys.
     buffer[5] = -1
     o, lse = impl.forward_mqa(q.split((512, head_size - 512), -1), cache, metadata, None)
     assert o.shape == (8, heads, 512) and lse is None
@@ -504,7 +505,7 @@ def test_vllm_latent_rows_over_lists(vllm, cache_dtype, head_size):
         k = torch.stack([rows[b, j] for j in listed])[None, :, None]
         wanted, _ = by_definition(q[None, token : token + 1], k, k[..., :512], softmax_scale=0.05)
         close(o[token], wanted[0, 0], tolerance(BF16))
-    # The indexer's buffer is read anew, and an explicit one comes before it.
+    # The indexer's buffer is read in each call, and an explicit buffer takes precedence.
     impl.topk_indices_buffer = torch.full_like(buffer, -1)
     assert not impl.forward_mqa(q, cache, metadata, None)[0].any()
 
@@ -608,7 +609,7 @@ def test_sglangs_latent_rows_over_lists(sglang_sparse, is_fp8):
     used, sink = torch.tensor([7, 3, 7, 1, 0], dtype=torch.int32), torch.randn(heads)
     o = backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used, attn_sink=sink, **words)
     check(o, rows, used.tolist(), sink)
-    # Padded metadata says nothing of the tokens behind its own.
+    # Padded metadata describes no tokens beyond its own.
     o = backend._forward_flashmla_sparse(kv_cache=rows[:, None], topk_length=used[:2], **words)
     check(o, rows, [*used[:2].tolist(), 7, 7, 7])
     with pytest.raises(ValueError, match="topk_length has 6 tokens, not 5 as q_all"):

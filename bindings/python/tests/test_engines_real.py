@@ -9,7 +9,7 @@ import pytest
 from reference import DEVICE
 from run import run_python
 
-#: What a program says of the steps that it ran: one size on the CPU, four on a GPU.
+#: Text that a program prints after its steps: it runs one size on the CPU and four on a GPU.
 STEPS = "steps: 3" if DEVICE == "cpu" else "steps: 12"
 
 

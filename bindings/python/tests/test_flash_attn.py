@@ -185,14 +185,14 @@ def test_varlen_of_each_generation():
             mask=fmha.CAUSAL,
         )
         close(out[cu_q[b] : cu_q[b + 1]], wanted[0], tolerance(q.dtype))
-    # A longest length may come as a tensor of no axes.
+    # The longest length may be given as a tensor without axes.
     longest = torch.tensor(5), torch.tensor(6)
     assert torch.equal(out, fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=True))
     four = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5, max_seqlen_k=6)
     assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, causal=True, **four)[0])
     _, lse, _ = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, return_attn_probs=True)
     assert lse.shape == (4, 8)
-    # FlashAttention 4 needs no longest length.
+    # FlashAttention 4 needs no bound of the lengths.
     assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, None, cu_q, cu_k, causal=True)[0])
     assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, None, cu_q, cu_k, 5, causal=True)[0])
     packed = torch.stack([x[:8] for x in (q[:, :2], k, v)], 1)
@@ -617,7 +617,7 @@ def test_our_own_door_clamps_such_a_length_and_refuses_it_with_check_lengths():
 def test_lengths_beyond_the_pages_of_packed_calls_are_refused():
     q, pages = torch.randn(2, 4, 16), torch.randn(2, 4, 5, 2, 16)
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
-    # Offsets on a GPU are not read: there the longest sequence, a number, is refused.
+    # Offsets on a GPU are not read by the host, so the error is about the longest sequence, which is a number.
     lengths = "cu_seqlens_k's difference.* is 11, but the pages of block_table have 10"
     beyond = (
         pytest.raises(ValueError, match=lengths) if DEVICE == "cpu" else pytest.raises(RuntimeError, match="10 keys")

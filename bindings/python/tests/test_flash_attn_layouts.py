@@ -254,7 +254,7 @@ def test_no_gradient_of_a_cache_is_lost(chunk, moves):
         **given, cache_seqlens=i32(3, 5), attention_chunk=chunk, return_softmax_lse=True
     )
     for x in (out, lse):
-        # A result may be changed in place, as one of attention.
+        # The result may be changed in place, like a result of attention.
         for changed in (x, x.mul_(2)):
             with pytest.raises(NotImplementedError, match="k_cache is a cache, of which attention has no gradient"):
                 changed.sum().backward(retain_graph=True)
@@ -301,7 +301,7 @@ def test_layouts_wait_for_no_device(monkeypatch):
         fa4.flash_attn_combine(*parts, seqused=first)
 
 
-# A length on a GPU is not read, so that a table has to be as long as the cache.
+# A length on a GPU is not read by the host, so a table must be as long as the cache.
 SHORT = "rotary_cos has 5 positions, fewer than the " + (
     "7 positions of new rows and queries" if DEVICE == "cpu" else "12 rows of the cache"
 )

@@ -240,7 +240,7 @@ def test_an_output_of_another_shape_is_refused_before_anything_runs():
     ):
         with pytest.raises(RuntimeError, match=said):
             call()
-    # A tensor of the right shape stays unwritten too when the call is refused.
+    # A tensor of the right shape stays unwritten as well if the call is refused.
     assert all(x.isnan().all() for x in right)
 
 
@@ -303,7 +303,7 @@ def test_marks_are_p_before_its_division_with_the_sign_of_dropout(option, mask):
     got, p = as_flash_attention_reads(marks, q, k, seen)
     close(got, p.nan_to_num(), 1e-5)
     assert not marks.masked_select(~seen).any() and 0.1 < (marks.masked_select(seen) < 0).double().mean() < 0.5
-    # Packed, each sequence as it is alone, but for the place of its mask.
+    # Packed sequences give the results that each has alone, except that dropout's mask lies elsewhere.
     cu = offsets([7, 7]), offsets([11, 11])
     torch.manual_seed(5)
     rows = [x.flatten(0, 1) for x in (q, k, v)]

@@ -96,7 +96,7 @@ def packed(rows: torch.Tensor, page_size: int) -> Tuple[torch.Tensor, torch.Tens
         ),
         -1,
     )
-    # A page is padded to whole 576 bytes.
+    # A page is padded to a multiple of 576 bytes.
     padded = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % 576), value=255)
     return padded.as_strided((len(pages), page_size, 1, 584), (padded.shape[-1], 584, 584, 1)), stands
 
@@ -124,7 +124,7 @@ def test_new_rows_of_bytes_are_quantised_and_seen(dim: int) -> None:
         keys = there[b, : first + 2]
         wanted, _, _ = defined(q[b, 0], keys, torch.arange(first + 2), dim**-0.5, 512)
         torch.testing.assert_close(out[b, 0].double(), wanted, rtol=3e-2, atol=3e-2)
-        # No other row has changed.
+        # No other row may have changed.
         others = torch.arange(first)
         page, at = table[b, others // 16].long(), others % 16
         assert torch.equal(flash_mla._widened(cache, page, at), flash_mla._widened(before, page, at))
@@ -209,7 +209,7 @@ def test_a_second_cache_of_other_heads_or_types_is_refused() -> None:
 def test_a_second_cache_joins_in_the_softmax_where_it_lies(dim: int, dim_v: int, heads_kv: int) -> None:
     torch.manual_seed(5)
     cache, extra = torch.randn(3, 7, heads_kv, dim), torch.randn(5, 4, heads_kv, dim)
-    # A page that no list names may hold anything; rows of the second may lie apart.
+    # A page that no list names may hold anything, and rows of the second page may have gaps.
     cache[2] = torch.nan
     extra = torch.cat((extra, torch.full_like(extra, torch.nan)), -1)[..., :dim]
     q, sink = torch.randn(2, 3, 4, dim), torch.randn(4)
@@ -314,7 +314,7 @@ def test_greatest_scores_of_several_heads_are_the_definition(gathered: int, monk
     torch.manual_seed(4)
     q, kv = torch.randn(5, 6, 8), torch.randn(9, 2, 8)
     indices = torch.randint(-3, 12, (5, 2, 7), dtype=torch.int32)
-    # A key without meaning that no list names is not seen.
+    # A key of NaN that no list names is not seen.
     kv[0] = torch.nan
     indices[indices == 0] = -1
     lengths = torch.tensor([7, 0, 3, 9, 1], dtype=torch.int32)

@@ -116,7 +116,7 @@ def test_learned_slopes_under_a_soft_cap_have_their_gradients(dtype, unit):
 def test_a_table_of_distances_and_documents():
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3], [5] * 13])
     compare(relative, documents, {"table": moving(4, 9), "ids": ids})
-    # A view that repeats its rows, one in another order, one of a type that is made wider, and one in 16 bits.
+    # The views are: one that repeats its rows, one in another order, one whose type is widened, and one in 16 bits.
     tables = {"table": moving(1, 9).expand(4, 9).transpose(0, 1).clone(memory_format=torch.preserve_format).t()}
     compare(relative, documents, {**{k: v.detach().requires_grad_() for k, v in tables.items()}, "ids": ids.short()})
 
@@ -258,7 +258,7 @@ def test_drawn_functions_have_torchs_values_and_exact_gradients(seed, monkeypatc
         "one": torch.tensor(1.5, requires_grad=True),
     }
     compare(make_score, make_mask, tables, 5e-5, **sizes)
-    # Torch's own has no gradients on the CPU.
+    # torch's own flex attention has no gradients on the CPU.
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     still = {name: x.detach() for name, x in tables.items()}
     qkv = inputs(**sizes, moves=False)
@@ -314,7 +314,7 @@ def test_a_mask_of_a_function_makes_its_lists_when_they_are_asked_for():
     bare = flex.flex_attention(q, k, v, block_mask=ours)
     assert torch.equal(bare, flex.flex_attention(q, k, v, block_mask=flex.create_block_mask(causal, 1, 2, 200, 300)))
     close(flex.flex_attention(q, k, v, block_mask=theirs), bare, "lists")
-    # Another function than that of the lists is asked in their blocks alone.
+    # A mask function other than that of the lists is called only in the lists' blocks.
     ours.mask_mod = lambda b, h, q, k: k >= 0
     found = flex.flex_attention(q, k, v, block_mask=ours)
     theirs.mask_mod = ours.mask_mod
@@ -375,7 +375,7 @@ def test_a_new_value_of_a_number_is_the_same_text():
     # A number that Python computes becomes a constant of the text.
     assert one.names == other.names and {"window", "cap"} <= set(one.names)
     assert one.numbers == (3.0, 20.0) and other.numbers == (4.0, 30.0)
-    # A number on a GPU is not read: it is a tensor there.
+    # A number on a GPU is not read: it stays a tensor.
     two, three = torch.tensor(2.0, device="cpu"), torch.tensor(3, device="cpu")
     for value, kind in ((two, "float"), (three, "int"), (5, "int"), (2.5, "float")):
         code = _code.bind(_torch, lambda s, b, h, q, k: s * value, None, None)
@@ -395,7 +395,7 @@ def test_functions_that_kernels_have_are_planned_as_such():
 
     for width, cap in ((3, 4.0), (5, 0.5), (-2, 9.0)):
         compare(lambda _: capped(cap), lambda _: window(width), {})
-        # Numbers of a band and of a soft-cap are the text's: a plan for each.
+        # Numbers of a band and of a soft-cap are part of the text, so each value has a plan of its own.
         code = flex._traced(capped(cap), window(width), ("score_mod", "mask_mod"), torch.device(DEVICE))
         assert code.numbers == () and code.score == f"{cap} * tanh(s / {cap})", code
         assert f"q - k <= {width}" in code.mask
@@ -405,7 +405,7 @@ def test_functions_that_kernels_have_are_planned_as_such():
     rows = [x.transpose(1, 2) for x in inputs(heads=(4, 4), rows=13, moves=False)]
     said = fmha.explain(*rows, score_code="slopes: f32[_]; 2 * tanh(s / 2) + slopes[h] * (k - q)", mask_code="k <= q", captured={"slopes": slopes})
     assert "the mask is the band t; the score is ALiBi by slopes, softcap 2" in said, said
-    # Numbers of parts that nobody has built in stay arguments.
+    # Numbers of parts that kernels do not have built in stay arguments.
     code = flex._traced(None, lambda b, h, q, k: (q - k) % slopes_of <= 1, ("score_mod", "mask_mod"), torch.device(DEVICE))
     assert code.numbers == (3.0,), code
 
@@ -466,7 +466,7 @@ def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
     slopes_of = 4
     assert traced(score).numbers == (5.0, 4.0)
     slopes_of = 3
-    # A function that reads a thing which may change unseen is traced each time.
+    # A function is traced in each call if it reads an object that may change unnoticed.
     number = torch.tensor(2.0, device="cpu")
     for unseen in (lambda s, b, h, q, k: s * held[0], lambda s, b, h, q, k: s * number):
         one = traced(unseen)
@@ -486,7 +486,7 @@ def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
     partial = functools.partial(by_rate, by=2.5)
     assert traced(partial) is traced(partial)
     assert pickle.loads(pickle.dumps(partial)).keywords == {"by": 2.5}
-    # Kept facts go with the function.
+    # Facts kept for a function are dropped with it.
     passing = lambda s, b, h, q, k: s * 2.0  # noqa: E731
     traced(passing)
     gone = weakref.ref(passing)
@@ -705,7 +705,7 @@ def test_code_beside_packed_sequences_pages_sinks_and_bands():
     gradient, sources = torch.randn_like(packed), [q, k, v, slopes, sink]
     for x, y in zip(*(torch.autograd.grad(o, sources, gradient) for o in (packed, wanted))):
         close(x, y.double(), "gradient", 1e-4)
-    # Keys in pages, as decoding reads them.
+    # Keys lie in pages, as decoding reads them.
     with torch.no_grad():
         pages_k, pages_v = (torch.zeros(4, 4, 2, 16) for _ in "kv")
         table = torch.tensor([[3, 1]], dtype=torch.int32)

@@ -30,7 +30,7 @@ def drawn(seed, dtype=torch.float32):
     batch, seqlen_q, seqlen_k, heads, dim, topk = 2, 5, 19, 3, 8, 7
     q, k = torch.randn(batch, seqlen_q, heads, dim).to(dtype), torch.randn(batch, seqlen_k, dim).to(dtype)
     weights = torch.randn(batch, seqlen_q, heads).to(torch.float64 if dtype == torch.float64 else torch.float32)
-    # Absent entries, repeated ones, a list without keys and a target without weight.
+    # The lists have absent and repeated entries, one has no keys, and one target has no weight.
     indices = torch.randint(-4, seqlen_k + 4, (batch, seqlen_q, topk), dtype=torch.int32)
     indices[0, 1] = -1
     indices[1, 2, 1:3] = indices[1, 2, 0] = 3
@@ -90,7 +90,7 @@ def test_torchs_operators_read_nothing_that_no_list_names():
 
 def test_torchs_operators_compute_the_same(monkeypatch):
     monkeypatch.setattr(_index_loss, "_by_library", _index_loss._by_torch)
-    # Some queries at a time.
+    # A small limit makes the loss gather some queries at a time.
     monkeypatch.setattr(_index_loss, "_GATHERED", 200)
     for seed in range(5):
         check(drawn(seed), 1e-5, allow_fallback=True)
@@ -136,7 +136,7 @@ def test_the_target_is_the_sum_of_attentions_probabilities(heads_kv, monkeypatch
     torch.testing.assert_close(target.sum(-1), torch.where((indices >= 0).any(-1), 4.0, 0.0))
     o, whole = attention(q, k, v)
     every = torch.arange(9, dtype=torch.int32).expand(2, 6, 9)
-    # The identity in V's place writes probabilities.
+    # The identity matrix as V makes O the probabilities.
     p, _ = attention(q, k, torch.eye(9).view(1, 9, 1, 9).expand(2, 9, heads_kv, 9))
     torch.testing.assert_close(sparse.index_target(q, k, whole, every).double(), p.sum(2), rtol=1e-5, atol=1e-5)
 

@@ -183,7 +183,7 @@ def test_dropout_is_the_same_for_the_same_seed_and_in_every_door():
     q, k, v = arrays()
     call = dict(p_drop=0.4, seed=2**63 + 5, offset=7)
     o = fmha.jax.attention(q, k, v, **call)
-    # NumPy's arrays are the CPU's, whose sums have another order than a GPU's.
+    # NumPy's arrays are computed on the CPU, whose sums have another order than a GPU's.
     rounding = 0 if jax.default_backend() == "cpu" else 1e-5
     np.testing.assert_allclose(o, fmha.attention(*map(np.asarray, (q, k, v)), **call), rtol=rounding, atol=rounding)
     assert not jnp.array_equal(o, fmha.jax.attention(q, k, v, **{**call, "seed": 6}))
@@ -420,7 +420,7 @@ def test_functions_are_code_with_gradients_under_jit_and_vmap():
     assert abs(found - wanted) < 1e-4 * wanted
     for x, y in zip(gradients, exact):
         assert jnp.abs(x - y).max() < 1e-4 * (1 + jnp.abs(y).max())
-    # The place in a batch is what a function sees: a mapped call is one after another.
+    # The function sees the index in the batch, so the mapped call is compared with one call after another.
     mapped = jax.vmap(functools.partial(loss, ours))(*(jnp.stack([x, x + 1]) for x in given))
     assert jnp.allclose(mapped[0], wanted, rtol=1e-4)
     text = fmha.jax.attention(
@@ -505,7 +505,7 @@ def test_small_outputs_under_vmap_and_grad():
         out = fmha.jax.attention(q, k[0], v[0], small=("row_max", "head_max") if with_small else ())
         return (out[0] ** 2).sum() + out[1]["head_max"].sum() if with_small else (out**2).sum()
 
-    # Small outputs have no gradient, and change none.
+    # Small outputs have no gradient and change no gradient.
     assert (jax.grad(loss)(q[0], True) == jax.grad(loss)(q[0], False)).all()
 
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-# Torch's tests share the device.
+# JAX must not reserve the whole memory, since torch's tests use the same device.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
@@ -23,7 +23,7 @@ except RuntimeError:
     pytest.skip("JAX has no GPU here, so XLA does not call the handlers of one", allow_module_level=True)
 
 F16, BF16, F32 = (jnp.dtype(name) for name in ("float16", "bfloat16", "float32"))
-#: The largest error of O and LSE, and that of a gradient in the norm, relative to it.
+#: Largest errors: of O and LSE in absolute terms, and of a gradient's norm relative to it.
 BOUNDS = {F16: (4e-3, 3e-3), BF16: (3e-2, 2e-2), F32: (2e-5, 2e-5)}
 
 

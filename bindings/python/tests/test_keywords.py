@@ -48,7 +48,7 @@ def hint(value, why, /, **beside):
 class Door(NamedTuple):
     function: Any
     base: Dict[str, Any]
-    #: A case or a list of cases of each keyword with a default.
+    #: Test cases of each keyword that has a default: one case or a list.
     cases: Dict[str, Any]
 
 
@@ -81,7 +81,7 @@ def faults(door):
     found = []
     for name, parameter in inspect.signature(door.function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            # Whatever it hands on, a keyword that nobody knows is named.
+            # A function must name an unknown keyword in its error, wherever it passes keywords on.
             try:
                 run(door.function, {**door.base, "teleport": 1})
                 found.append("teleport is swallowed")
@@ -584,7 +584,7 @@ def attention_out():
         return o, lse, keep_mask
 
     function.__signature__ = inspect.signature(fmha.attention_out)
-    # O's type is its own here, and a row that lengths leave out is as it was.
+    # The operator writes O in the caller's type, and leaves a row that lengths leave out as it was.
     cases = dict(
         without(own_cases(), "return_lse"),
         lse=changes(lse),
@@ -715,7 +715,7 @@ def index_scores():
 def index_lists():
     base, cases = indexed()
     every = range_cases(3, topk=12)
-    # Each key has one element, and q is 1: a key's score is its element.
+    # Each key has one element that is not 0, and q is 1, so a key's score is that element.
     q, k, weights = torch.ones(1, 3, 2, 16), torch.zeros(1, 12, 16), torch.ones(1, 3, 2)
     k[0, :, 0] = torch.tensor([0, 0, 0, 5, 7, 3, 2, 4, 6, 0, 0, 8.0])
     scale = torch.ones(1, 12)
@@ -948,7 +948,7 @@ def test_no_keyword_of_numpys_door_is_swallowed():
         for name, cases in dict(own_cases(), **code_cases(), **small_cases()).items()
     }
     cases["dtype_o"] = changes("float16")
-    # Lists are taken of torch's tensors alone.
+    # Lists are accepted only as torch's tensors.
     cases["indices"] = refused(numpy.zeros((2, 7, 4, 5), numpy.int32))
     cases.update(topk_length=refused(numpy.zeros(2, numpy.int32)), index_block=refused(2))
     cases["block_scales"] = refused(scale_cases()["block_scales"][0].value)
@@ -1015,7 +1015,7 @@ def test_no_keyword_of_transformers_mask_function_is_swallowed():
     assert not faults(Door(function, base, cases))
     plain = run(function, base)
     for name in fmha.transformers._MASK_OPTIONS:
-        # These keywords tell transformers how its own functions may spell the mask, or leave it out.
+        # These keywords tell transformers how its own functions may write the mask, or leave it out.
         assert run(function, {**base, name: False}) == plain
 
 

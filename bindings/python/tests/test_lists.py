@@ -153,7 +153,7 @@ def test_a_tracer_of_a_call_with_lists_is_refused_by_name(call: Any) -> None:
             call(mode.from_tensor(q), mode.from_tensor(k))
     with pytest.raises(NotImplementedError, match="indices: .* torch.func"):
         torch.func.vmap(call)(q[None], k[None])
-    # A compiler leaves the call to torch as it is.
+    # A compiler does not trace into the call.
     assert torch.equal(torch.compile(call, backend="eager")(q, k), call(q, k))
 
 
@@ -205,7 +205,7 @@ def test_a_negative_view_is_its_numbers_in_every_tensor_beside_lists() -> None:
 def test_packed_lengths_are_of_tokens_where_there_are_as_many_as_sequences() -> None:
     torch.manual_seed(6)
     q, k, indices = torch.randn(3, 4, 16), torch.randn(9, 2, 16), torch.randint(0, 3, (3, 2, 4), dtype=torch.int32)
-    # Three sequences have three tokens: two, none and one.
+    # The three sequences have two tokens, none and one.
     offsets = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
     of_keys = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
     lengths = torch.tensor([1, 2, 4], dtype=torch.int32)
@@ -217,7 +217,7 @@ def test_packed_lengths_are_of_tokens_where_there_are_as_many_as_sequences() -> 
         torch.testing.assert_close(o[token].double(), wanted[0, 0], rtol=1e-5, atol=1e-5)
 
 
-# Q's kind chooses the door.
+# The type of Q decides which library's interface is used.
 @pytest.mark.parametrize("name, wrong", [(x, w) for x in "qkv" for w in (None, [1], 0, 1) if x != "q" or w in (0, 1)])
 def test_an_operand_of_another_kind_is_named(name: str, wrong: Any) -> None:
     given = dict(q=torch.randn(1, 8, 2, 16), k=torch.randn(1, 8, 2, 16), v=torch.randn(1, 8, 2, 16))

@@ -108,7 +108,7 @@ class Drawn:
                 shown = shown & ((i + j) % 3 != 0)
             seen = [seen_by_lists(counts[at], indices[at], block, *self.most) for at in (0, 1)]
             partial = seen[0] & shown if 0 in which else torch.zeros_like(shown)
-            # Pairs that a full block shows are hidden by lengths and the band alone.
+            # Pairs in a full block are hidden only by lengths and the band.
             shown = partial | seen[1] if 1 in which else partial
         kind = {None: (0, -1, -1, 0), "causal": (2, -1, 0, 0), "t:9,3": (1, 9, 3, 0)}[band]
         self.seen = [
@@ -172,7 +172,7 @@ def test_drawn_masks_show_what_they_say_at_torchs_and_numpys_doors():
         for found, wanted in zip(given, (o, lse)):
             close(found, wanted, bound)
         dout, dlse = torch.randn_like(given[0]), torch.randn_like(given[1])
-        # A row that sees no key has LSE -inf, which no gradient goes to.
+        # A row that sees no key has LSE -inf, which has no gradient.
         dlse = dlse.masked_fill(torch.isneginf(lse), 0.0)
         finite = lse.masked_fill(torch.isneginf(lse), 0.0)
         wanted = torch.autograd.grad((o * dout).sum() + (finite * dlse).sum(), leaves, allow_unused=True)
@@ -257,7 +257,7 @@ def test_lists_of_flash_attention_4_and_of_flex_are_the_same_data():
         found = fa4.flash_attn_func(q, k, v, block_sparse_tensors=lists, mask_mod=of_4, return_lse=True)
         close(found[0], wanted, tolerance(torch.float32))
         close(found[1], lse, tolerance(torch.float32))
-        # A mask of torch's is taken as its own tensors: another one is no other function.
+        # Lists of torch's BlockMask are passed without a copy, and a mask_mod that sees every pair becomes no code.
         mask.mask_mod = function or flex.noop_mask
         code, data = flex.mask_of(mask, *(x.transpose(1, 2) for x in (q, k)))
         assert (code is None) is (function is None) and data.tensors[2] is mask.kv_num_blocks

@@ -22,12 +22,12 @@ from fmha import _arguments, _native, _torch
 from reference import DEVICE, appends_in_f32, attention as by_definition, tensors
 from run import others_run_during, run_python
 
-#: Operators take all numbers by place, so a GPU's slow kernels for f32 are asked for here.
+#: Operators take all numbers by position, so slow GPU kernels for f32 are allowed here.
 NUMBERS = _arguments.bind(mask="causal", allow_fallback=DEVICE != "cpu")[1]
 NONE7 = (None,) * 7
 
-#: Traces, and has autograd of what it traced: what an operator has to do with a compiler. Inductor's own code is
-#: compiled in one test, since its headers take a minute of a busy machine.
+#: Compiler backend that traces a call and its autograd, as Inductor does. Inductor itself compiles only one test,
+#: since its headers take a busy machine a minute.
 TRACER = "aot_eager"
 
 
@@ -79,7 +79,7 @@ def test_opcheck_of_code_and_its_gradients():
     for arguments, words in refused:
         with pytest.raises(RuntimeError, match=words):
             _torch.backward_code(*arguments)
-    # A compiler learns what is wrong while it traces.
+    # A compiler must get the error while it traces.
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="captured slopes is of float16"):
         like = lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x
         captured = [torch.empty(4, dtype=torch.float16), torch.empty_like(ids)]
@@ -116,7 +116,7 @@ def test_what_no_kernel_computes_is_refused_and_not_answered():
     assert fmha.attention(*(x.to("meta") for x in (q, k, v))).is_meta
     with pytest.raises(RuntimeError, match="^v is missing"):
         fmha.attention(q, k, None)
-    # Forward mode: an operator would drop the tangent, and a derivative be 0.
+    # Forward mode must be refused: an operator would drop the tangent, and the derivative would be 0.
     for named, given in (("q", (q, k, v)), ("k", (q, k, v))):
         with pytest.raises(NotImplementedError, match=f"^{named} has a tangent"):
             at = "qkv".index(named)
@@ -197,7 +197,7 @@ def _said(name, given, numbers, as_fake=None):
             with FakeTensorMode() if as_fake is _as_fake else contextlib.nullcontext() as mode:
                 operator(*(x if x is None else as_fake(mode, x) for x in tensors), *rest)
     except (RuntimeError, ValueError) as error:
-        # A kernel's message for a missing tensor goes on with a second possible cause, which is cut off.
+        # torch appends a second possible cause to the message for a missing tensor, which is cut off.
         return str(error).replace("is on meta", "is on cpu").split(", or a tensor that torch does not")[0]
     return None
 
@@ -223,7 +223,7 @@ def test_what_a_kernel_refuses_of_every_device_its_fake_refuses_in_the_same_word
         for call in changed:
             kernels = _said(name, *call)
             if "k_new" in call[0] and "v_new" not in call[0]:
-                # V may be the front of K's rows, by its strides.
+                # V is given as the front of K's rows, by its strides.
                 kernels = None
             assert _said(name, *call, as_fake) == kernels, (name, {at: x.shape for at, x in call[0].items()}, call[1])
             refused += kernels is not None
@@ -287,7 +287,7 @@ def test_opcheck_with_outputs_and_cache():
         _torch.forward_out, (q, k, v, *NONE7, None, None, None, None, None, o, lse, None, *NUMBERS), test_utils=schema
     )
     used = torch.tensor([3, 4], dtype=torch.int32)
-    # The tensors have 16 bits, in which a GPU's kernels append too.
+    # The tensors have 16 bits, since a GPU's kernels append rows only then.
     q, k, v = tensors(dtype=torch.bfloat16)
     new = torch.randn(2, 1, 2, 16).bfloat16()
     rest = (None, None, None, None)
@@ -404,7 +404,7 @@ def test_a_compiled_call_draws_its_seed_and_is_whole(grad):
     torch.manual_seed(7)
     assert torch.equal(compiled(*inputs[:2], eye), again)
     if grad:
-        # V is the unit matrix, so O is P after dropout; the gradient has the same elements.
+        # V is the unit matrix, so O is P after dropout, and V's gradient has the same elements.
         (dv,) = torch.autograd.grad(again.sum(), eye)
         wanted = again.sum((1, 2)).detach()
         assert torch.allclose(dv.sum(2)[..., 0], wanted, atol=1e-4)
@@ -572,7 +572,7 @@ def test_a_checkpoint_has_the_gradients_of_the_call(use_reentrant):
 def _equal_transformed(transform, ours, theirs, given):
     """Of a function and its definition, in whatever the transform gives."""
     with warnings.catch_warnings():
-        # Torch warns of an operator that has no rule of its own.
+        # torch warns of an operator without an autograd rule of its own.
         warnings.simplefilter("error", UserWarning)
         got = transform(ours)(*given)
     leaves = torch.utils._pytree.tree_leaves

@@ -72,7 +72,7 @@ def test_packed_rows_count_in_their_sequence(with_offsets):
     lengths = [3, 0, 5]
     cu, angle = offsets(lengths), torch.rand(12, 8)
     start = torch.tensor([2, 7, 4], dtype=torch.int32) if with_offsets else 0
-    # Two rows behind the last sequence stay.
+    # Two rows behind the last sequence stay unchanged.
     x = torch.randn(10, 3, 16)
     got = rotary.apply_rotary_emb(x, angle.cos(), angle.sin(), seqlen_offsets=start, cu_seqlens=cu, max_seqlen=5)
     first = start.tolist() if with_offsets else [0, 0, 0]

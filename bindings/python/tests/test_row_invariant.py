@@ -148,7 +148,7 @@ def test_torch_s_registry_obeys_the_context_of_forward_in_backward_too(asked, ro
     def ends_outside(**context):
         """What forward asked within a context, and what its backward asks where that has ended."""
         asked.clear()
-        # Torch has a second pair of functions, with rows first, whose autograd is for GPUs alone.
+        # torch has two more functions that take rows first; their autograd exists only for GPUs.
         if rows_first:
             forward, backward = fmha.sdpa._flash_forward, fmha.sdpa._flash_backward
             rows = [x.transpose(1, 2) for x in (q, k, k)]
@@ -204,7 +204,7 @@ def test_a_checkpoint_keeps_the_promise_where_the_context_covers_backward(asked)
         return asked[:]
 
     assert run(True) == [True, True]
-    # The documented limit: what is computed again asks anew.
+    # The documented limit: a recomputed layer reads the setting again.
     assert run(False) == [True, False]
 
 
@@ -217,7 +217,7 @@ def test_a_model_of_transformers_obeys_the_context(asked):
         vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
     )
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="fmha").eval()
-    # The promise is of 16-bit types on a GPU.
+    # GPUs offer row invariance only for 16-bit types.
     model = model.bfloat16()
     ids = torch.arange(9)[None]
     with torch.no_grad():

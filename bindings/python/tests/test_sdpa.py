@@ -110,7 +110,7 @@ def test_the_registry_knows_it_and_forgets_it():
 def test_rows_behind_the_last_offset_are_zero(kernels):
     q, k, v = (torch.randn(9, 2, 16) for _ in range(3))
     first = torch.tensor([0, 3, 7], dtype=torch.int32)
-    # torch fills what it hands out with NaN then.
+    # With this setting torch fills new tensors with NaN.
     torch.use_deterministic_algorithms(True)
     try:
         call = dict(dropout_p=0.0, is_causal=True, return_debug_mask=False)

@@ -79,7 +79,7 @@ def test_drawn_calls_write_what_float64_has():
             for b, (_, sums) in enumerate(exact):
                 close(key_sum[b, :, : sums.shape[1]], sums, 1e-4)
                 assert (key_sum[b, :, sums.shape[1] :] == 0).all()
-        # NumPy's door, and a caller's tensors.
+        # NumPy's interface writes to the caller's arrays.
         arrays = {name: numpy.full(small[name].shape, 9.0, numpy.float32) for name in wanted}
         lists = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         fmha.attention(*(x.detach().numpy() for x in (q, k, v)), **lists, **arrays)

@@ -44,7 +44,7 @@ def test_lists_are_those_of_the_definition(dtype):
     hidden = torch.arange(40)[None, None, :] >= torch.tensor(ends).view(2, 5, 1)
     written = sparse.index_scores(q, k, weights, k_scale=scale)
     assert torch.equal(written, scores.float().masked_fill(hidden, -torch.inf))
-    # Scores of this function choose the same keys.
+    # Scores computed by this function choose the same keys.
     every = sparse.index_scores(q, k, weights, k_scale=scale, causal=False)
     assert torch.equal(sparse.choose(every, 7, causal=True), found)
 
@@ -60,7 +60,7 @@ def test_pages_with_scales_behind_their_keys():
     used = torch.tensor([20, 32], dtype=torch.int32)
     q, weights = _whole((2, 1, 4, dim), 8, torch.bfloat16), _whole((2, 1, 4), 9)
     found = sparse.index_lists(q, k, weights, 6, k_scale=scale, block_table=table, seqused_k=used)
-    # NumPy's rules of indexing do not know FP8.
+    # NumPy can not index FP8.
     rows = k.float()[table.long()].flatten(1, 2)
     scores = _scores(q.float(), rows, weights, scale[table.long()].flatten(1, 2))
     assert torch.equal(found, _best(scores, used.tolist(), 6))

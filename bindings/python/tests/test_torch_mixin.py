@@ -80,7 +80,7 @@ def compare(function, dtype, is_causal, head_dim):
 
 
 def compiled():
-    # Inductor would call a C++ compiler for what is one operator; what stands before it is the same.
+    # Inductor would call a C++ compiler to compile one operator, and the passes before it are the same without it.
     return torch.compile(flash, fullgraph=True, backend="aot_eager" if ON_CPU else "inductor")
 
 
@@ -162,7 +162,7 @@ def test_who_is_activated_next_removes_who_was_before():
         for name in ("first", "fmha", "second", "fmha"):
             registry.activate_flash_attention_impl(name)
             assert registry.current_flash_attention_impl() == name
-            # The kernels of this library are in torch's table while it is the active one, and not a moment longer.
+            # torch's table has this library's kernels only while the library is active.
             assert (fmha.sdpa._active is not None and fmha.sdpa._active.library is not None) == (name == "fmha")
         assert removed == ["first", "second"]
     finally:

@@ -34,7 +34,7 @@ def pair(config, train=False):
     models = []
     for implementation in ("eager", "fmha"):
         torch.manual_seed(0)
-        # A copy: a model asks its configuration at each call, and that notes one implementation.
+        # The configuration is copied, since a model stores the chosen implementation in it and reads it in each call.
         own = copy.deepcopy(config)
         model = transformers.AutoModelForCausalLM.from_config(own, attn_implementation=implementation)
         assert model.config._attn_implementation == implementation
@@ -85,7 +85,7 @@ def test_generated_tokens_are_eager_attentions(config):
 def test_training_has_the_same_loss():
     models = pair(CONFIGS["llama"](), train=True)
     ids, mask = padded([16, 9, 12], 16)
-    # Nor is the first token predicted: from a row of padding, of which each attention makes what it likes.
+    # The first token is not predicted either: its row is padding, whose result attention may choose.
     labels = ids.masked_fill(mask == 0, -100)
     labels[torch.arange(3), 16 - mask.sum(1)] = -100
     losses = []
@@ -174,7 +174,7 @@ def test_masks_of_flex_attention_are_computed_as_code(config, monkeypatch):
     tokens = [model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for model in (eager, ours)]
     assert torch.equal(*tokens) and set(seen) == {"_OfAFunction"}
     for model in (eager.train(), ours.train()):
-        # A row of padding differs from eager attention's, and no loss reads it.
+        # A padding row differs from eager attention's, and no loss reads the row.
         model(ids, attention_mask=mask).logits[mask.bool()].square().mean().backward()
     for x, y in zip(eager.parameters(), ours.parameters()):
         assert torch.allclose(x.grad, y.grad, atol=2e-4)
@@ -254,7 +254,7 @@ def test_drawn_masks_are_data_that_shows_what_transformers_spells(monkeypatch):
         o = fmha.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=mask.facts.data())
         assert (o.transpose(1, 2) - wanted).abs().max() < 1e-5, seed
         if mask.facts.way() is not None:
-            # A band, lengths or packed rows: a chunk's left padding is then what the padding mask says.
+            # With a band, lengths or packed rows the padding mask describes a chunk's left padding.
             continue
         o, _ = fmha.transformers.attention_forward(torch.nn.Module(), q, k, v, mask)
         in_use = torch.ones(batch, rows, dtype=torch.bool) if padding is None else padding[:, past:]

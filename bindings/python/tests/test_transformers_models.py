@@ -98,7 +98,7 @@ def pair(make, of):
         model = of._from_config(config, attn_implementation=implementation).eval()
         assert model.config._attn_implementation == implementation
         models.append(model)
-    # Sinks and biases that begin at 0 would hide a fault.
+    # Sinks and biases that begin at 0 would hide a fault, so parameters are drawn.
     for a, b in zip(*(model.parameters() for model in models)):
         if not a.any():
             a.data.normal_()
@@ -180,14 +180,14 @@ def test_sequences_packed_by_position_ids_do_not_see_each_other(decoders, name):
     alike(*logits((ours, eager), input_ids=ids, position_ids=positions, use_cache=False))
     two = torch.cat([positions, torch.arange(13)[None]])
     alike(*logits((ours, eager), input_ids=draw(2, 13), position_ids=two, use_cache=False))
-    # gpt-oss tells its mask no positions, whoever computes attention: offsets keep its sequences apart.
+    # gpt-oss passes no positions to its mask, with any attention, so offsets have to separate its sequences.
     offsets = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     apart = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets) if name == "gpt-oss" else {}
     alone = ours(ids[:, 6:], use_cache=False).logits
     if name == "Llama 4" and not _close(eager(ids, position_ids=positions, use_cache=False).logits[:, 6:], alone):
         pytest.skip("Llama 4 of this transformers packs nothing: eager's sequences see each other")
     alike(ours(ids, position_ids=positions, use_cache=False, **apart).logits[:, 6:], alone)
-    # Keywords that the flattening collator passes on request.
+    # The flattening collator passes these keywords on request.
     call = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=7, max_length_k=7)
     (got,) = logits((ours,), input_ids=ids, position_ids=positions, use_cache=False, **call)
     for first, end in ((0, 5), (5, 6), (6, 13)):
@@ -354,7 +354,7 @@ def test_a_compiled_model_has_eager_results(decoders, name):
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     for mask in (side([9, 6], 9, True), side([9, 6], 9, False)):
         alike(*logits((compiled, eager), input_ids=draw(2, 9), attention_mask=mask, use_cache=False), mask.bool())
-    # Sequences are found by what positions hold: it breaks the graph, and no result.
+    # Sequences are found from the values of positions, which breaks the graph but no result.
     compiled = torch.compile(ours, backend="aot_eager")
     positions = torch.cat([torch.arange(n) for n in (5, 1, 7)])[None]
     alike(*logits((compiled, eager), input_ids=draw(1, 13), position_ids=positions, use_cache=False))
@@ -527,7 +527,7 @@ def test_an_encoder_has_eager_results(name):
     alike(*logits((ours,), input_ids=ids, attention_mask=as_given(seen)), wanted)
     added = as_given(added_where(seen) + torch.randn(3, 1, 13, 13))
     alike(*logits((ours, eager), input_ids=ids, attention_mask=added))
-    # Positions alone keep no sequences apart for an encoder, whoever computes attention; offsets do.
+    # An encoder does not separate sequences by positions, with any attention; offsets do.
     positions = torch.cat([torch.arange(n) for n in (5, 1, 7)])[None]
     alike(*logits((ours, eager), input_ids=ids[:1], position_ids=positions))
     offsets = torch.tensor([0, 5, 6, 13], dtype=torch.int32)

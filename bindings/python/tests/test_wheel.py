@@ -113,7 +113,7 @@ def test_without_cargo_or_a_library_no_wheel_is_made_and_the_reason_is_said(tmp_
     pytest.importorskip("setuptools", minversion="78", reason="setuptools 78 is not installed: no wheel is built")
     ran = hook(PACKAGE, f"build_wheel({str(tmp_path)!r})", CARGO="/nowhere/cargo")
     assert ran.returncode != 0 and "/nowhere/cargo does not start" in ran.stderr, ran.stdout + ran.stderr
-    # The package alone, as an archive without its workspace would be.
+    # The package is copied alone, as an archive without its workspace.
     alone = tmp_path / "alone"
     for name in ("fmha", "build_backend"):
         shutil.copytree(PACKAGE / name, alone / name, ignore=shutil.ignore_patterns("__pycache__", "*fmha_native*"))

@@ -28,12 +28,12 @@ struct ScaledElems {
 
   FMHA_DEVICE float scale(const void* data, int64_t at) const {
     const uint32_t byte = static_cast<const uint8_t*>(data)[at];
-    // The sign bit is not read.
+    // An E4M3 scale is unsigned, so its sign bit is not read.
     if (s.format == kNvfp4) return decode(format_of(DType::E4m3Fn), byte & 0x7f);
     return e8m0(byte);
   }
 
-  // Where a row of Q or K begins, and its scales.
+  // Where a row of Q or K begins, and where its scales do.
   struct Row {
     const View &elems, &scales;
     int64_t at, scale_at;
@@ -74,7 +74,7 @@ struct ScaledElems {
     return dot;
   }
 
-  // V's row of one key.
+  // The row of V of one key.
   struct Value {
     const ScaledElems& elems;
     const View &v, &scales;

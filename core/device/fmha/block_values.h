@@ -1,16 +1,16 @@
-// Q, K and V of a format with scales by blocks written as numbers, for kernels that read such: each element times the
-// scale of its block and of its tensor, rounded to the values' type.
+// Q, K and V of a format with scales by blocks converted to plain numbers, for kernels that do not support the format:
+// each element times the scale of its block and of its tensor, rounded to the output's type.
 //
 // A lane takes 16 columns of one row: one scale of Q or K, 16 of V, whose blocks are keys. FP8 elements and scales that
-// lie one after another at a multiple of 16 come in one load, and values leave in whole words. Rows past a sequence's
-// length become zeros: they are not read, and a tile of the next kernel may bring them.
+// lie one after another at a multiple of 16 come in one load, and values leave in whole words. Rows beyond a sequence's
+// length are not read and become zeros, since a tile of the next kernel may load them.
 #pragma once
 #include <fmha/block_scales.h>
 #include <fmha/block_values_params.h>
 
 namespace fmha::block_values {
 
-// Words that lie together, for one load or store.
+// Words that are contiguous in memory, for one load or store.
 struct alignas(16) Words {
   uint32_t words[4];
 };
@@ -28,7 +28,7 @@ struct Write {
 
   FMHA_DEVICE static uint32_t byte(const View& x, int64_t at) { return static_cast<const uint8_t*>(x.data)[at]; }
 
-  // `count` bytes with this stride, in one load where they lie so.
+  // Loads `count` bytes with this stride, in one load if they are contiguous and aligned.
   template <int32_t count>
   FMHA_DEVICE static void load(const View& x, int64_t at, int64_t stride, int32_t end, uint32_t (&bytes)[count]) {
     const uint8_t* from = static_cast<const uint8_t*>(x.data) + at;
@@ -72,7 +72,7 @@ struct Write {
     }
   }
 
-  // Pieces of a row with this many elements.
+  // Number of pieces of 16 columns of a row with this many elements.
   FMHA_DEVICE static int32_t pieces(int32_t dim) { return ceil_div(dim, columns); }
   FMHA_DEVICE int64_t num_pieces(int32_t tensor) const {
     const int32_t heads = tensor == 0 ? p.num_heads_q : p.num_heads_q / p.gqa_ratio;
@@ -81,7 +81,7 @@ struct Write {
   }
   FMHA_DEVICE int64_t num_units() const { return num_pieces(0) + num_pieces(1) + num_pieces(2); }
 
-  // 16 columns of a row of Q or K.
+  // Converts 16 columns of a row of Q or K.
   FMHA_DEVICE void of_row(const View& elems, const View& scales, const View& values, int64_t at, int64_t scale_at,
                           int64_t to_at, int32_t first, int32_t dim, float of_tensor) const {
     const int32_t end = min(dim - first, columns);
@@ -97,7 +97,7 @@ struct Write {
     store(values, to_at + first, x);
   }
 
-  // 16 columns of key j of V.
+  // Converts 16 columns of key j of V.
   FMHA_DEVICE void of_value(const SeqSpan& span, int32_t j, int32_t head, int64_t to_at, int32_t first,
                             float of_tensor) const {
     constexpr int32_t keys = spec.pairs_of_keys ? 2 : 1, along = spec.pairs_of_keys ? 1 : each;

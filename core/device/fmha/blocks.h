@@ -1,4 +1,4 @@
-// Blocks of rows that a backward loop visits for its own rows: blocks with a visible pair, sink columns first.
+// Blocks of rows that a backward loop walks: those with a visible pair, blocks of sink columns first.
 #pragma once
 #include <fmha/mask.h>
 
@@ -13,7 +13,7 @@ struct Blocks {
 FMHA_DEVICE Blocks blocks_of(Range seen, Range sinks, int32_t columns) {
   const int32_t first = seen.begin / columns, end = ceil_div(seen.end, columns);
   Blocks blocks = {first, seen.empty() ? 0 : end - first, ceil_div(sinks.end, columns)};
-  // Blocks inside the band show their sink columns already.
+  // Blocks inside the band show their sink columns anyway, so the separate sink blocks end before the band.
   if (blocks.num > 0) blocks.num_sinks = min(blocks.num_sinks, first);
   return blocks;
 }

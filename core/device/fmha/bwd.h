@@ -9,7 +9,7 @@ namespace fmha {
 // Range of queries outside which no query sees any of the non-empty `keys`, sink columns included.
 FMHA_DEVICE Range query_range(const MaskBand& band, Range keys, int32_t seqlen_q) {
   const int64_t first = clamp<int64_t>(int64_t(keys.begin) - band.hi, 0, seqlen_q);
-  // A band with lo > hi shows no pair, though the block ranges of its two edges may overlap: the range is empty.
+  // A band with lo > hi shows no pair, although the block ranges of its two edges may overlap. The range is then empty.
   const int64_t band_end = band.lo > band.hi ? first : int64_t(keys.end) - band.lo;
   const int64_t end = keys.begin < band.sink_columns ? seqlen_q : band_end;
   return {int32_t(first), int32_t(clamp<int64_t>(end, first, seqlen_q))};

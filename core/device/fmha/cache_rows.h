@@ -1,5 +1,5 @@
-// Rows of bytes of a latent cache: values in E4M3 with scales of their own, then elements in bf16, as FlashMLA has
-// them. A value is its number times its scale, in f32, rounded to bf16.
+// Rows of bytes of a latent cache, in the formats of FlashMLA: values in E4M3 with scales for groups of them, then
+// elements in bf16. A value is its number times its scale, in f32, rounded to bf16.
 #pragma once
 #include <fmha/e8m0.h>
 #include <fmha/num.h>
@@ -7,9 +7,9 @@
 
 namespace fmha {
 
-// A row of 656 bytes: 512 values, 4 scales in f32 of 128 values each, 64 elements in bf16. Of rows of 584 bytes a page
-// has 576 of each row first, 448 values and 64 elements in bf16, and behind the rows 8 of each: 7 scales in E8M0 of 64
-// values each, and one that is not read.
+// A row of 656 bytes: 512 values, 4 scales in f32 of 128 values each, 64 elements in bf16. With rows of 584 bytes, a
+// page first has 576 bytes of each row (448 values and 64 elements in bf16), and behind them 8 bytes of each row: 7
+// scales in E8M0 of 64 values each, and one that is not read.
 template <int bytes>
 struct RowFormat {
   static_assert(bytes == 656 || bytes == 584, "rows of bytes have 656 or 584");

@@ -12,8 +12,8 @@ namespace fmha::code {
 // Element type of a tensor that a function captures.
 enum class Stored { F32, F16, Bf16, I32, I64, Bool };
 
-// `Layout`, by the place of a capture in its function: the first word (`word`), axes (`rank`), the type (`stored`), and
-// the word that says where its gradient is summed (`gradient`), or -1.
+// A capture of a function. `Layout` describes it by its place: the first word (`word`), axes (`rank`), the type
+// (`stored`), and the word that says where its gradient is summed (`gradient`), or -1.
 template <class Layout>
 struct CodePair {
   int32_t b, h, q, k, seqlen_q, seqlen_k;
@@ -21,7 +21,7 @@ struct CodePair {
 
   FMHA_DEVICE float number(int i) const { return float_of(uint32_t(words[Layout::word(i)])); }
   FMHA_DEVICE int64_t whole_number(int i) const { return int64_t(words[Layout::word(i)]); }
-  // An extent is below 2^32.
+  // Extent of an axis; it is below 2^32, so one word holds it.
   FMHA_DEVICE uint32_t extent(int i, int axis) const {
     return uint32_t(words[Layout::word(i) + 1 + Layout::rank(i) + axis]);
   }

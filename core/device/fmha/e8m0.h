@@ -1,4 +1,4 @@
-// Scales that are powers of two.
+// Conversion of scales in E8M0, which are powers of two.
 #pragma once
 #include <fmha/portable.h>
 

@@ -1,8 +1,8 @@
 // A sum of exponentials of real numbers of any size, stored as exp(top) * sum with the largest exponent as `top`.
 //
 // Differences are taken before the multiplication by log2(e). Numbers within a factor of two of each other have an
-// exact difference, however large they are (Sterbenz). The compiler also cannot contract the two into one
-// multiply-add, whose product would be exact while `top` is rounded.
+// exact difference, however large they are (Sterbenz). In this order the compiler cannot contract the subtraction and
+// the multiplication into one multiply-add, whose product would be exact while `top` is rounded.
 #pragma once
 #include <fmha/portable.h>
 

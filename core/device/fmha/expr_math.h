@@ -1,5 +1,5 @@
 // The functions of <cmath> that printed expressions call, in f32, for compilers without a mathematical library: clang
-// for AMD, and the host's, which tests them. NVRTC has them built in but for one.
+// for AMD, and the host's, which tests them. NVRTC has all of them built in except one.
 //
 // Errors: those of the builtins, and a few units of the last place; tanhf 3e-7 absolute.
 #pragma once
@@ -12,7 +12,8 @@ namespace fmha {
 FMHA_DEVICE float tanhf(float x) {
   const float a = abs_of(x), square = x * x;
   const float far = 1.f - __fdividef(2.f, 1.f + exp2_of(2.f * kLog2E * a));
-  // The quotient cancels near 0: the least largest error of x (1 + x^2 p(x^2)) to 9/16 is 0.8 units of the last place.
+  // The quotient loses digits near 0, so up to 9/16 a minimax polynomial x (1 + x^2 p(x^2)) is used; its error is 0.8
+  // units in the last place.
   const float behind = -0.0538374306f + square * (0.0210074605f - square * 0.00617981196f);
   const float p = -0.333333139f + square * (0.133324523f + square * behind);
   return a < 0.5625f ? x + x * square * p : x < 0.f ? -far : far;
@@ -34,7 +35,7 @@ FMHA_DEVICE float logf(float x) { return __builtin_logf(x); }
 FMHA_DEVICE float log2f(float x) { return __builtin_log2f(x); }
 FMHA_DEVICE float tanhf(float x) { return tanh_of(x); }
 
-// The rest of a division that rounds toward 0, exact: long division of the mantissas, 32 bits at a time.
+// Remainder of a division that rounds toward 0, exact: long division of the mantissas, 32 bits at a time.
 FMHA_DEVICE float fmodf(float a, float b) {
   const uint32_t x = bits_of(a) & 0x7fffffffu, y = bits_of(b) & 0x7fffffffu, sign = bits_of(a) & 0x80000000u;
   if (x >= 0x7f800000u || y > 0x7f800000u || y == 0) return float_of(0x7fc00000u);
@@ -54,7 +55,7 @@ FMHA_DEVICE float fmodf(float a, float b) {
 }
 
 // x less the nearest multiple of pi / 2, and that multiple modulo 4. Payne and Hanek, "Radian Reduction for
-// Trigonometric Functions", 1983: of 2 / pi only those bits are multiplied that neither count whole turns nor vanish.
+// Trigonometric Functions", 1983: only those bits of 2 / pi are multiplied that change the result.
 struct Quadrant {
   float rest;
   int32_t of_four;
@@ -68,7 +69,7 @@ FMHA_DEVICE uint32_t two_over_pi(int32_t i) {
 FMHA_DEVICE Quadrant quadrant(float x) {
   const float a = abs_of(x);
   const uint32_t mantissa = (bits_of(a) & 0x7fffffu) | 0x800000u;
-  // a = mantissa * 2^exponent: bits before `skip` of 2 / pi make multiples of 4.
+  // a = mantissa * 2^exponent. Bits of 2 / pi before `skip` give multiples of 4, which do not matter.
   const int32_t exponent = int32_t(bits_of(a) >> 23) - 150;
   if (exponent < -40) return {x, 0};  // below 2^-16: the rest of a number that small is the number
   const int32_t skip = exponent - 2, word = (skip + 64) / 32 - 2, shift = (skip + 64) % 32;
@@ -99,8 +100,8 @@ FMHA_DEVICE float cos_of_rest(float x) {
   return 1.f + s * (-0.5f + s * (1.f / 24.f + s * (-1.f / 720.f + s * (1.f / 40320.f + s * (-1.f / 3628800.f)))));
 }
 FMHA_DEVICE float sine(float x, int32_t quarter_turns) {
-  // A comparison, not a difference: for a product the compiler
-  // would use an FMA, which yields the rounding error.
+  // The test is a comparison and no difference: for a difference of products the compiler would use an FMA, which
+  // yields the rounding error.
   if (!(abs_of(x) < infinity())) return float_of(0x7fc00000u);
   const Quadrant at = quadrant(x);
   const int32_t of_four = (at.of_four + quarter_turns) & 3;
@@ -110,7 +111,8 @@ FMHA_DEVICE float sine(float x, int32_t quarter_turns) {
 FMHA_DEVICE float sinf(float x) { return sine(x, 0); }
 FMHA_DEVICE float cosf(float x) { return sine(x, 1); }
 
-// erf(x) = 2 / sqrt(pi) e^(-x^2) sum over n of 2^n x^(2 n + 1) / (1 3 5 .. (2 n + 1)): no term cancels another.
+// Computes erf(x) = 2 / sqrt(pi) e^(-x^2) sum over n of 2^n x^(2 n + 1) / (1 3 5 .. (2 n + 1)): no term cancels
+// another.
 FMHA_DEVICE float erff(float x) {
   const float a = abs_of(x), square = x * x;
   if (is_nan(x)) return x;
@@ -125,7 +127,8 @@ FMHA_DEVICE float erff(float x) {
   return x < 0.f ? -value : value;
 }
 
-// The logarithm and the power in double precision: an error of log2 counts as often as the exponent is large.
+// Computes the logarithm in double precision, and the power in the next function: an error of log2 is multiplied by the
+// exponent.
 FMHA_DEVICE double log2_of_positive(double x) {
   const uint64_t bits = __builtin_bit_cast(uint64_t, x);
   int32_t exponent = int32_t(bits >> 52) - 1023;
@@ -134,7 +137,7 @@ FMHA_DEVICE double log2_of_positive(double x) {
     m *= 0.5;
     ++exponent;
   }
-  // The quotient by two of Newton's steps from f32's: a division of doubles is forty instructions.
+  // The quotient is f32's inverse improved by two of Newton's steps: a division of doubles takes forty instructions.
   double inverse = double(1.f / float(m + 1.0));
   inverse *= 2.0 - (m + 1.0) * inverse;
   inverse *= 2.0 - (m + 1.0) * inverse;
@@ -164,7 +167,7 @@ FMHA_DEVICE float powf(float a, float b) {
     } else if (exponent <= -151.0) {
       value = 0.f;
     } else {
-      // 2^exponent: the whole part into the number's exponent, the rest by the series of e^(x ln 2).
+      // Computes 2^exponent: the integer part goes into the number's exponent, the rest into the series of e^(x ln 2).
       const int32_t turns = int32_t(exponent + (exponent < 0.0 ? -0.5 : 0.5));
       const double x = (exponent - double(turns)) * 0.6931471805599453;
       double sum = 1.0;

@@ -9,7 +9,7 @@
 
 namespace fmha {
 
-// The functions of any device.
+// Functions in plain C++, for any device.
 struct ScalarUnit {
   FMHA_DEVICE static float log2(float x) { return log2_of(x); }
   FMHA_DEVICE static float inverse(float x) { return 1.f / x; }
@@ -26,7 +26,7 @@ struct RowMax {
   float log2, natural;
 };
 
-// `row_sum` is the sum of exp2(score - row_max) over all keys; 0 for a row that sees none.
+// Computes a row's end. `row_sum` is the sum of exp2(score - row_max) over all keys; 0 for a row that sees none.
 template <class Unit>
 FMHA_DEVICE RowResult end_row(RowMax row_max, float row_sum, bool is_natural) {
   if (row_sum == 0.f) return {0.f, -infinity()};
@@ -34,7 +34,7 @@ FMHA_DEVICE RowResult end_row(RowMax row_max, float row_sum, bool is_natural) {
   return {Unit::inverse(row_sum), is_natural ? row_max.natural + sum_log2 * kLn2 : (row_max.log2 + sum_log2) * kLn2};
 }
 
-// The end of a row with a learnable sink, a natural score that has no V.
+// Computes the end of a row with a learnable sink, a natural score that has no V.
 template <class Unit>
 FMHA_DEVICE RowResult end_row_with_sink(RowMax row_max, float row_sum, float sink, bool is_natural) {
   const float to_log2 = is_natural ? kLog2E : 1.f;

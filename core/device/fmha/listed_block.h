@@ -1,10 +1,12 @@
-// A word of a list of blocks of queries: the block, and what of it each half of the tile's keys is seen by.
+// A word of a list of query blocks: the number of the block, and for each half of the tile's keys which of the block's
+// queries see it.
 #pragma once
 #include <fmha/portable.h>
 
 namespace fmha {
 
-// Answer of the masks for a block of queries and half of a tile's keys: pairs tell, no query sees a key, all see all.
+// The masks' result for a block of queries and half of a tile's keys: pairs must be tested, no query sees a key, or all
+// queries see all keys.
 enum class HalfSeen { Asked, None, Whole };
 
 struct ListedBlock {

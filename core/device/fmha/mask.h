@@ -1,6 +1,6 @@
-// Mask on the device: the keys that a query sees. A kernel calls `resolve_band` once per sequence, then
-// `k_range` (`row_range` for one query) and `sink_range` for the loop, and `block_class` and `visible`
-// to hide. A kernel compiled for one kind of mask uses `KnownMask` instead, which classifies tiles.
+// Mask on the device: the keys that a query sees. A kernel calls `resolve_band` once per sequence, then `k_range`
+// (`row_range` for one query) and `sink_range` for the loop, and `block_class` and `visible` to hide pairs. A kernel
+// compiled for one kind of mask uses `KnownMask` instead, which classifies tiles.
 #pragma once
 #include <fmha/params.h>
 #include <fmha/spec.h>
@@ -10,8 +10,8 @@ namespace fmha {
 constexpr int32_t kUnboundedLo = -2147483647 - 1;
 constexpr int32_t kUnboundedHi = 2147483647;
 
-// Key j is visible to query i iff lo <= j - i <= hi, or j < sink_columns and j - i <= hi.
-// Clamped to -seqlen_q..seqlen_k, which changes nothing, since j - i lies within.
+// Key j is visible to query i iff lo <= j - i <= hi, or j < sink_columns and j - i <= hi. The bounds are clamped to
+// -seqlen_q..seqlen_k, which changes nothing, since j - i lies in this range.
 struct MaskBand {
   int32_t lo, hi, sink_columns;
 };
@@ -30,7 +30,7 @@ FMHA_DEVICE MaskBand resolve_band(const MaskParams& mask, int32_t seqlen_q, int3
   MaskBand band;
   band.lo = int32_t(mask.lo == kUnboundedLo ? least : clamp(mask.lo + diag, least, most));
   band.hi = int32_t(mask.hi == kUnboundedHi ? most : clamp(mask.hi + diag, least, most));
-  // Without a lower bound nothing is hidden that a sink column could show.
+  // Without a lower bound the band hides no key that a sink column could show, so sink columns are dropped.
   band.sink_columns = mask.lo == kUnboundedLo ? 0 : min(mask.sink_columns, seqlen_k);
   return band;
 }
@@ -40,7 +40,7 @@ FMHA_DEVICE bool visible(const MaskBand& band, int32_t i, int32_t j) {
   return distance <= band.hi && (distance >= band.lo || j < band.sink_columns);
 }
 
-// The keys outside which no query of the non-empty `rows` sees anything, sink columns apart.
+// Range of keys outside which no query of the non-empty `rows` sees a key, sink columns excepted.
 FMHA_DEVICE Range k_range(const MaskBand& band, Range rows, int32_t seqlen_k) {
   const int64_t first = clamp<int64_t>(int64_t(rows.begin) + band.lo, 0, seqlen_k);
   const int64_t last = clamp<int64_t>(int64_t(rows.end) + band.hi, first, seqlen_k);

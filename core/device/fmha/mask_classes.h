@@ -5,12 +5,12 @@
 
 namespace fmha {
 
-// `Lanes`: how many there are (`count`), the own (`index`), a bit for each (`ballot`), and a number that all have
-// (`uniform`). Loops are uniform or carry numbers: clang has a bool that another loop carries begin undefined in lanes
-// that are off.
+// `Lanes` gives the number of lanes (`count`), this lane's number (`index`), one bit from each lane (`ballot`), and a
+// number made equal in all lanes (`uniform`). Loops are uniform, or their variables are numbers: clang leaves a bool
+// that a loop carries undefined in inactive lanes.
 template <class Lanes>
 struct MaskClasses {
-  // Blocks of queries or keys that a tile may lie in and still have a class.
+  // Most blocks of block lists that a tile may overlap and still be classified.
   static constexpr int32_t kMostBlocks = 4;
   DataMasks masks;
 
@@ -19,7 +19,7 @@ struct MaskClasses {
     return masks.sees(span, i_head, min(i, span.seqlen_q - 1), min(j, span.seqlen_k - 1));
   }
 
-  // Class of the pairs of a tile, as far as it is determined.
+  // Knowledge so far about the class of a tile's pairs so far.
   struct Known {
     bool none, every;
   };
@@ -66,7 +66,7 @@ struct MaskClasses {
     all_full = num_full == num;
   }
 
-  // Class of one row of the keys by the intervals.
+  // Class of one row's keys by the intervals.
   FMHA_DEVICE Known in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, Range keys) const {
     const MaskDataParams& m = masks.m;
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
@@ -79,7 +79,7 @@ struct MaskClasses {
     return {most == 0, most == keys.end - keys.begin};
   }
 
-  // Class of one row of the keys by the bits.
+  // Class of one row's keys by the bits.
   FMHA_DEVICE Known in_bits(const SeqSpan& span, int32_t i_head, int32_t i, Range keys) const {
     const MaskDataParams& m = masks.m;
     uint32_t shown = 0, hidden = 0;

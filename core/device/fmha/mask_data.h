@@ -1,4 +1,5 @@
-// Masks as data: intervals, bits and block lists; a pair must pass all. A mask exists if its pointer is not null.
+// Masks as data: intervals, bits and block lists. A pair is visible only if all of them show it. A mask is absent if
+// its pointer is null.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/mask_data_params.h>
@@ -13,7 +14,7 @@ struct DataMasks {
     return x.data[batch * x.batch + head * x.head + row * x.row + column * x.dim];
   }
 
-  // An endpoint of the intervals, counted from the call's first key. One below 0 is 0, as its row's first one is.
+  // An endpoint of the intervals, counted from the call's first key. One below 0 becomes 0, the row's first key.
   static FMHA_DEVICE int32_t endpoint(const MaskDataParams& m, int32_t batch, int32_t head, int32_t row, int32_t at) {
     return max(word(m.intervals, batch, head, row, at), 0) - m.first_key;
   }
@@ -29,8 +30,9 @@ struct DataMasks {
     return found != 0;
   }
 
-  // Endpoints that decrease count as the largest before them. E is not cut at seqlen_k, since no key lies there. All
-  // endpoints are read: lanes that leave by `inside` would begin what is behind the loop undefined (see `lists`).
+  // Endpoints that decrease count as the largest before them. An end beyond seqlen_k needs no clamp, since no key lies
+  // there. All endpoints are read, even when the result is known: clang would leave variables after the loop undefined
+  // in lanes that leave it early (see `lists`).
   FMHA_DEVICE bool in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
     int32_t before = 0, inside = 0;
@@ -47,7 +49,7 @@ struct DataMasks {
     return uint32_t(bits) >> (j % 32) & 1u;
   }
 
-  // Verdict on a pair: hidden; visible if a mask as code shows it too; visible.
+  // Result for a pair: hidden; visible if the mask as code shows it too; visible in any case.
   enum class Shown { No, Asked, Full };
 
   // Whether query i sees key j, a mask as code apart.
@@ -55,7 +57,7 @@ struct DataMasks {
     return shown(span, i_head, i, j) != Shown::No;
   }
 
-  // Verdict on query i and key j. In a block of the full list no other mask is evaluated.
+  // Result for query i and key j. In a block of the full list no other mask is evaluated.
   FMHA_DEVICE Shown shown(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     int32_t full = 0, asked = 1;
     if (m.block_q != 0) {

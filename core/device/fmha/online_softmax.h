@@ -12,10 +12,10 @@ struct OnlineRow {
   float row_max = -infinity();  // of the scores so far, in log2
   float row_sum = 0.f;          // of exp2(score - row_max)
 
-  // Factor of the output at the end: 0 for a row that has seen nothing.
+  // Factor of the output at the end; 0 for a row that has seen no key.
   FMHA_DEVICE float normaliser() const { return row_sum == 0.f ? 0.f : 1.f / row_sum; }
 
-  // Natural log-sum-exp: -inf for a row that saw nothing.
+  // Natural log-sum-exp; -inf for a row that has seen no key.
   FMHA_DEVICE float lse() const {
     return row_sum == 0.f ? -infinity() : (row_max + log2_of(row_sum)) * kLn2;
   }

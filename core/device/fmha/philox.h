@@ -18,8 +18,8 @@ FMHA_DEVICE Array<uint32_t, 4> philox4x32_10(Array<uint32_t, 4> counter, uint32_
   return counter;
 }
 
-// Index `i_batch * num_heads_q + i_head`, in the whole that the call is a part of, of a sequence and
-// head of the call. The functions below call it `batch_head`; their i and j count within the call.
+// Index `i_batch * num_heads_q + i_head` of a sequence and head, counted in the whole that the call is a part of. The
+// functions below call it `batch_head`; their i and j count within the call.
 FMHA_DEVICE int32_t head_of_whole(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   return p.dropout_first_head + i_batch * p.dropout_num_heads + i_head;
 }

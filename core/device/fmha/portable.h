@@ -55,7 +55,7 @@ FMHA_DEVICE bool is_nan(float x) { return x != x; }
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// NVRTC has the C names built in, the others the builtins.
+// NVRTC has these functions built in under their C names, the other compilers as builtins.
 #if defined(__CUDACC_RTC__)
 FMHA_DEVICE float exp2_of(float x) { return ::exp2f(x); }
 FMHA_DEVICE float log2_of(float x) { return ::log2f(x); }
@@ -66,7 +66,8 @@ FMHA_DEVICE float log2_of(float x) { return __builtin_log2f(x); }
 FMHA_DEVICE float abs_of(float x) { return __builtin_fabsf(x); }
 #endif
 
-// Absolute error about 1e-7. Not the system's tanhf, which some device compilers lack.
+// Hyperbolic tangent with an absolute error of about 1e-7. The system's tanhf is not used, since some device compilers
+// lack it.
 FMHA_DEVICE float tanh_of(float x) {
   const float a = abs_of(x);
   // Below 1/16 the quotient would lose digits; x - x^3/3 + 2x^5/15 is exact to f32 there.

@@ -1,10 +1,10 @@
 // Conversion of a tensor to a format with scales by blocks (CONTRACT.md, "Scales by blocks"), to the bits of the host's
-// `BlockFormat::quantize`: whole numbers decide wherever a quotient is rounded, so that no order of f32 operations, no
-// flush of subnormal numbers and no compiler's division has a say.
+// `BlockFormat::quantize`: integers decide wherever a quotient is rounded, so that the result depends neither on the
+// order of f32 operations, nor on flushed subnormals, nor on a compiler's division.
 //
-// A thread takes a block of numbers, of NVFP4 down columns two of them, whose elements share bytes. A block of NVFP4
-// has seven least magnitudes, one for each element but 0, and each number is compared with three of them: no number
-// is divided.
+// A thread converts one block of numbers; with NVFP4 blocks down columns it converts two, whose elements share bytes. A
+// block of NVFP4 has seven least magnitudes, one for each element but 0, and each number is compared with three of
+// them: no number is divided.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/quantize_params.h>
@@ -13,7 +13,7 @@ namespace fmha::quantize {
 
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000, kLargest = 0x7f7fffff;
 
-// Words that lie together, for one load or store.
+// Words that are contiguous in memory, for one load or store.
 template <int count>
 struct alignas(4 * count) Words {
   uint32_t words[count];
@@ -40,7 +40,7 @@ FMHA_DEVICE int32_t highest_bit(uint32_t x) {
   return x >> bit == 0 ? bit - 1 : bit;  // float may have rounded up
 }
 
-// Magnitude of a number as f32 has it: that of infinity is the largest number's, and that of NaN 0.
+// Magnitude of a number, as f32 bits. For infinity it is the largest finite number, and for NaN 0.
 FMHA_DEVICE uint32_t magnitude_of(float x) {
   const uint32_t bits = bits_of(x) & kMagnitude;
   return bits > kInfinity ? 0 : min(bits, kLargest);
@@ -51,7 +51,7 @@ FMHA_DEVICE uint32_t tensor_scale(uint32_t x) {
   constexpr uint32_t one = 127u << 23;
   if (x == 0) return one;
   const Scaled of = scaled(x);
-  // 2688 = 21 * 2^7.
+  // The divisor 2688 is 21 * 2^7.
   const uint32_t quotient = (of.mantissa << 8) / 21, is_more = (of.mantissa << 8) % 21 != 0;
   const int32_t high = highest_bit(quotient), exponent = high + of.exponent - 15;
   if (exponent < -127) return one;
@@ -59,7 +59,7 @@ FMHA_DEVICE uint32_t tensor_scale(uint32_t x) {
   const uint32_t rest = quotient & ((1u << dropped) - 1), half = 1u << (dropped - 1);
   uint32_t units = quotient >> dropped;
   units += rest > half || (rest == half && (is_more || units % 2));
-  // Units of a subnormal number that round up to 2^23 are the least normal one.
+  // A subnormal number that rounds up to 2^23 units becomes the smallest normal number.
   const uint32_t bits = (uint32_t(max(exponent, -126) + 126) << 23) + units;
   return bits < 1u << 23 ? one : bits;
 }
@@ -74,7 +74,7 @@ FMHA_DEVICE uint32_t power_at_least(uint32_t magnitude, int32_t top) {
 FMHA_DEVICE uint32_t block_scale(uint32_t magnitude, uint32_t scale) {
   if (magnitude == 0) return 0;
   const Scaled x = scaled(magnitude), by = scaled(scale);
-  // At least 42, so that E4M3's four digits are there, and one more.
+  // The quotient has at least 42 units, so that it has E4M3's four digits and one more.
   const uint32_t quotient = (x.mantissa << 8) / (3 * by.mantissa), is_more = (x.mantissa << 8) % (3 * by.mantissa) != 0;
   const int32_t exponent = x.exponent - by.exponent - 9;  // of the quotient's last bit
   const int32_t high = max(highest_bit(quotient) + exponent, -6);
@@ -87,7 +87,8 @@ FMHA_DEVICE uint32_t block_scale(uint32_t magnitude, uint32_t scale) {
   return min(uint32_t(high + 6) * 8 + units, 0x7eu);
 }
 
-// Bits of the least f32 that is not below product * 2^exponent, or that is above it. The product is in [2^23, 2^31).
+// Bits of the smallest f32 that is not below product * 2^exponent, or of the smallest above it. The product is in
+// [2^23, 2^31).
 FMHA_DEVICE uint32_t least(uint32_t product, int32_t exponent, bool above) {
   const int32_t top = highest_bit(product), high = top + exponent;
   if (high > 127) return kInfinity;
@@ -98,15 +99,15 @@ FMHA_DEVICE uint32_t least(uint32_t product, int32_t exponent, bool above) {
   return (uint32_t(max(high, -126) + 126) << 23) + units + (is_exact && !above ? 0 : 1);
 }
 
-// The magnitudes from which on a number of a block has each E2M1 element.
+// For each E2M1 element, the magnitude from which on a number of a block is rounded to it.
 struct Steps {
   uint32_t of[8];
 
-  // `scale`: E4M3 without its sign, and neither 0 nor NaN.
+  // Computes the steps. `scale` is an E4M3 number without its sign, and neither 0 nor NaN.
   FMHA_DEVICE static Steps make(uint32_t scale, uint32_t tensor_scale) {
     const Scaled by = scaled(tensor_scale);
     const uint32_t mantissa = ((scale & 7) | (scale < 8 ? 0 : 8)) * by.mantissa;
-    // Middles are quarters: a tie goes up to an even element.
+    // The middles between elements are quarters: a tie is rounded up if that gives an even element.
     const int32_t exponent = max(int32_t(scale >> 3), 1) - 10 + by.exponent - 2;
     return {{0, least(mantissa, exponent, true), least(3 * mantissa, exponent, false),
              least(5 * mantissa, exponent, true), least(7 * mantissa, exponent, false),
@@ -129,14 +130,15 @@ struct Steps {
   }
 };
 
-// x / 2^(power - 127) in FP8. A number that f32 does not hold after that rounds to 0, flushed or not.
+// Converts x / 2^(power - 127) to FP8. A quotient that f32 cannot represent rounds to 0 in any case.
 FMHA_DEVICE uint32_t eight_bits(SmallFloat format, float x, uint32_t power) {
   const uint32_t bits = bits_of(x), sign = bits & ~kMagnitude, magnitude = bits & kMagnitude;
   if (magnitude > kInfinity) return encode(format, x);
-  // 2^(127 - power) is a normal number, since a block's power is at most 2^120.
+  // The factor 2^(127 - power) is a normal number, since a block's power is at most 2^120.
   const uint32_t factor = (254 - power) << 23;
   if (magnitude < 1u << 23) {
-    // Units of 2^-149: the sum of both exponents is in f32's range where anything is left.
+    // Numbers are counted in units of 2^-149: wherever the result is not 0, the sum of both exponents is in f32's
+    // range.
     if (power > 20) return encode(format, float_of(sign));
     const float units = float(magnitude) * float_of(uint32_t(127 - 60) << 23);
     return encode(format, float_of(sign | bits_of(units * float_of(uint32_t(254 - power - 89) << 23))));
@@ -148,13 +150,13 @@ template <QuantizeSpec spec>
 struct Quantize {
   static constexpr bool is_nvfp4 = spec.format == kNvfp4;
   static constexpr int32_t block = is_nvfp4 ? 16 : 32;
-  // Columns whose elements share a byte.
+  // Number of columns whose elements share a byte.
   static constexpr int32_t columns = is_nvfp4 && !spec.along_dim && !spec.pairs_of_rows ? 2 : 1;
   static constexpr int32_t elem_bytes = size_bytes(spec.dtype);
   static constexpr int32_t elems_of_word = 4 / elem_bytes;
   const QuantizeParams& p;
 
-  // A row of the tensor: its sequence, its place there, its head.
+  // A row of the tensor: its sequence, its position there, and its head.
   struct Row {
     int32_t batch, row, head;
   };
@@ -176,7 +178,8 @@ struct Quantize {
     }
   }
 
-  // `count` numbers of a row from `at` on, in loads of 16 bytes where they lie so; 0 from `end` on.
+  // Loads `count` numbers of a row from `at` on, 16 bytes at a time if they are contiguous and aligned; numbers from
+  // `end` on are 0.
   template <int32_t count>
   FMHA_DEVICE void load(int64_t at, int32_t end, float (&x)[count]) const {
     const uint8_t* from = static_cast<const uint8_t*>(p.x.data) + at * elem_bytes;
@@ -195,7 +198,7 @@ struct Quantize {
     for (int d = 0; d < count; ++d) x[d] = d < end ? number(at + d * p.x.dim) : 0.f;
   }
 
-  // Bytes that lie one after another; those from `end` on are not there.
+  // Stores contiguous bytes; those from `end` on do not exist.
   template <int32_t count>
   FMHA_DEVICE static void store(uint8_t* to, int32_t end, const uint32_t (&bytes)[count]) {
     constexpr int words = count / 4, of_store = words % 4 == 0 ? 4 : 2;
@@ -223,7 +226,7 @@ struct Quantize {
     return p.tensor_scale == nullptr ? 127u << 23 : bits_of(*p.tensor_scale);
   }
 
-  // Codes of a block's numbers, and its scale.
+  // Computes the codes of a block's numbers, and its scale.
   FMHA_DEVICE uint32_t convert(const float (&x)[block], uint32_t of_tensor, uint32_t (&codes)[block]) const {
     uint32_t most = 0;
     bool has_nan = false;
@@ -233,7 +236,7 @@ struct Quantize {
       has_nan |= (bits_of(x[i]) & kMagnitude) > kInfinity;
     }
     if constexpr (is_nvfp4) {
-      // No block has a scale where the tensor's is not positive and finite.
+      // No block has a scale if the tensor's scale is not positive and finite.
       const bool is_wrong = of_tensor == 0 || of_tensor >= kInfinity;
       const uint32_t scale = has_nan || is_wrong ? 0x7f : block_scale(most, of_tensor);
       const bool has_elements = scale != 0 && scale != 0x7f;
@@ -267,7 +270,7 @@ struct Quantize {
     return int64_t(p.batch) * rows_of_sequence() * p.num_heads * units_of_row();
   }
 
-  // A block of one row.
+  // Converts a block of one row.
   FMHA_DEVICE void along_row(int64_t unit) const {
     const int32_t blocks = units_of_row(), i_block = int32_t(unit % blocks), first = i_block * block;
     const Row at = row_of(unit / blocks);
@@ -286,7 +289,7 @@ struct Quantize {
     }
   }
 
-  // A block down a column, or two columns.
+  // Converts a block down a column, or two adjacent ones.
   FMHA_DEVICE void down_columns(int64_t unit) const {
     const int32_t groups = units_of_row(), d = int32_t(unit % groups) * columns;
     const int64_t of_head = unit / groups / p.num_heads;
@@ -327,7 +330,7 @@ struct Quantize {
     else down_columns(unit);
   }
 
-  // The largest magnitude of the pieces that a group of lanes takes in turn.
+  // The largest magnitude in the pieces of the tensor that a group of lanes has.
   template <class Lanes>
   FMHA_DEVICE void maximum(int64_t group) const {
     constexpr int32_t piece = 16;
@@ -346,7 +349,7 @@ struct Quantize {
     if (Lanes::index() == 0) maxima()[group] = most;
   }
 
-  // The tensor's scale from all maxima, by one group of lanes.
+  // Computes the tensor's scale from all maxima, by one group of lanes.
   template <class Lanes>
   FMHA_DEVICE void write_scale() const {
     uint32_t most = 0;

@@ -5,10 +5,10 @@
 
 namespace fmha {
 
-// The shift is a rounded product, which the multiply-add subtracts from an exact one, so P, the
-// sums and O are off by up to 2 to the power of half an ulp of the shift. Beyond this the maximum
-// is subtracted from scores before they are scaled: in the main loop, or, on Hopper, where the
-// vote on it cost scores that lie far apart 4 %, by computing the row again when its tile is done.
+// The shift is a rounded product, which the multiply-add subtracts from an exact one, so P, the sums and O are off by
+// up to 2 to the power of half an ulp of the shift. Beyond this the maximum is subtracted from scores before they are
+// scaled: in the main loop, or, on Hopper, by recomputing the row when its tile is done: there, a vote in the loop cost
+// 4 % with scores that lie far apart.
 constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
 
 // The largest finite f32.
@@ -22,10 +22,10 @@ FMHA_DEVICE float headroom(float row_sum) {
   return float_of(uint32_t(252 - exponent) << 23);
 }
 
-// 1 / x of a power of two.
+// 1 / x, exact, for an x that is a power of two.
 FMHA_DEVICE float inverse_of_power(float x) { return float_of((254u << 23) - bits_of(x)); }
 
-// 2^n.
+// The power 2^n.
 FMHA_DEVICE constexpr float power_of_two(int n) {
   float power = 1.f;
   for (; n > 0; --n) power *= 2.f;
@@ -33,7 +33,7 @@ FMHA_DEVICE constexpr float power_of_two(int n) {
   return power;
 }
 
-// The inverse, of a power of two that is at least 1.
+// The logarithm n of a power 2^n that is at least 1.
 FMHA_DEVICE constexpr int log2_of_power(float power) {
   int log2 = 0;
   for (; power > 1.f; power /= 2.f) ++log2;

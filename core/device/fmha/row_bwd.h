@@ -3,7 +3,7 @@
 // lanes that run together: lane l computes the pair of the row and its l-th partner; then the lanes divide
 // the columns and add the pairs in order. No sums are in memory, so every sum has a fixed order.
 //
-// `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
+// `Lanes` is a type that each vendor defines, with `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/exp_sum.h>
@@ -34,8 +34,8 @@ FMHA_DEVICE bool is_far(float lse) { return abs_of(lse) >= kLargestPlainLse && a
 struct RowOrigin {
   float origin, lse_log2;
 };
-// A far row's `lse_log2` encoded as a number that no other row has, so
-// that kernels recognise such rows: beyond 2^110, with an error of 2^-12.
+// Encodes the `lse_log2` of a far row (one whose |LSE| exceeds kLargestPlainLse) as a number beyond 2^110, which no
+// other row has, so that kernels recognise the row. The error is 2^-12.
 FMHA_DEVICE float marked_far(float lse_log2) { return (clamp(lse_log2, -2047.f, 2047.f) + 4096.f) * 0x1p100f; }
 FMHA_DEVICE bool is_marked_far(float lse_log2) { return lse_log2 > 0x1p110f && lse_log2 != infinity(); }
 FMHA_DEVICE float unmarked(float lse_log2) { return is_marked_far(lse_log2) ? lse_log2 * 0x1p-100f - 4096.f : lse_log2; }
@@ -54,7 +54,7 @@ struct BwdPair {
   bool seen = true;  // no score of -infinity hides the pair
 };
 
-// One (sequence, query head).
+// Head of one sequence, whose rows' gradients are computed.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 struct BwdHead {
   static constexpr FwdSpec kFwd = spec.fwd;
@@ -81,7 +81,7 @@ struct BwdHead {
     return row_offset(x, kv_row(p.fwd, kFwd.kv_layout, span, j), i_head_kv);
   }
 
-  // Q[i] . K[j], as stored.
+  // Product Q[i] . K[j] of the stored elements, without scale.
   FMHA_DEVICE float product(int32_t i, int32_t j) const {
     const int64_t q = q_row(p.fwd.q, i), k = k_row(p.fwd.k, j);
     float product = 0.f;
@@ -160,7 +160,7 @@ struct BwdHead {
   }
 };
 
-// A row's columns, dealt out to the lanes.
+// A row's columns, divided among the lanes.
 template <int32_t dim, class Lanes>
 struct RowSums {
   static constexpr int32_t columns = ceil_div(dim, Lanes::count);
@@ -201,7 +201,7 @@ FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span,
   if (Lanes::ballot(adds) == 0) return {lse, infinity()};
   float origin = lse;
   ExpSum sum = head.sum_from(origin, i);
-  // LSE may be wrong by a few ulps, each up to 2e31: the sum is computed once more from the largest score.
+  // LSE may be wrong by a few ulps, each up to 2e31, so the sum is computed once more from the largest score.
   if (abs_of(sum.top) >= 1024.f && abs_of(sum.top) != infinity()) {
     origin += sum.top;
     sum = head.sum_from(origin, i);
@@ -235,7 +235,7 @@ FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t 
   p.delta[stats] = delta;
 }
 
-// dQ of query i.
+// Computes dQ of query i.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE void bwd_query_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i,
                                const Masks& masks = {}) {
@@ -263,7 +263,7 @@ FMHA_DEVICE void bwd_query_row(const BwdParams& p, const SeqSpan& span, int32_t 
   dq.template store<spec.dtype_grad>(p.dq.data, head.q_row(p.dq, i), p.fwd.softmax_scale * head.descale_k);
 }
 
-// All queries of a head.
+// Accepts all queries of a head.
 struct AllQueries {
   FMHA_DEVICE bool operator()(int32_t i_head, int32_t i) const { return true; }
 };
@@ -271,8 +271,8 @@ struct AllQueries {
 // Gradients of a key's row: dK and dV, or one of them.
 enum class KeyRow { Both, Dk, Dv };
 
-// dK and dV of key j. With `adds`, the share of the queries that
-// `takes(i_head, i)` accepts is added to dK and dV in memory.
+// Computes dK and dV of key j. With `adds`, the contribution of the queries that `takes(i_head, i)` accepts is added to
+// dK and dV in memory.
 template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries, class Masks = NoMasks,
           KeyRow made = KeyRow::Both>
 FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j, Takes takes = {},
@@ -308,7 +308,8 @@ FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_
   if constexpr (made != KeyRow::Dk) dv.template store<spec.dtype_grad, adds>(p.dv.data, head.k_row(p.dv, j), 1.f);
 }
 
-// Row i of dBias of (`i_batch`, `i_head`), summed over all that share it; all of it is written, zeros included.
+// Computes row i of dBias of (`i_batch`, `i_head`), summed over all sequences and heads that share it; all of it is
+// written, zeros included.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_head, int32_t i,
                               const Masks& masks = {}) {
@@ -329,9 +330,9 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
   }
 }
 
-// A share of the query rows, in order: adds its pairs' contributions to the gradients of
-// captured tensors to the share's own sums. Each lane has some elements and adds to them
-// in the order of pairs, so that sums have a fixed order and no lane waits for another.
+// Adds the contributions of a share of the query rows, in order, to the gradients of captured tensors: each share has
+// sums of its own. Each lane has some elements and adds to them in the order of pairs, so that sums have a fixed order
+// and no lane waits for another.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_captured_part(const BwdParams& p, int64_t part) {
   float* sums = p.captured_sums + part * p.captured_elems;
@@ -383,7 +384,7 @@ FMHA_DEVICE void bwd_captured_element(const BwdParams& p, int64_t at) {
   }
 }
 
-// Share in dSink of the query whose LSE and delta are at `stats`: exp(sink - LSE) (dLSE - dO . O).
+// Contribution to dSink of the query whose LSE and delta are at `stats`: exp(sink - LSE) (dLSE - dO . O).
 FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink, RowOrigin row) {
   // The LSE is +infinity for a row without visible keys and with a sink of -infinity.
   if (row.lse_log2 == infinity()) return 0.f;
@@ -393,7 +394,7 @@ FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink) {
   return sink_term(p, stats, sink, row_origin(p, stats));
 }
 
-// dSink of a head, over all its queries.
+// Computes dSink of a head, over all its queries.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_sink(const BwdParams& p, int32_t i_head) {
   const float sink = scalar_of(p.fwd.sink, 0, i_head, -infinity());

@@ -1,5 +1,5 @@
-// Attention forward, a row at a time: right for every spec of the contract and fast for none. The second
-// opinion on a device, and what stands in where no fast kernel takes a problem and the caller allows it.
+// Attention forward, a row at a time: right for every spec of the contract and fast for none. It serves as a second
+// implementation to compare with, and as the fallback if no fast kernel supports a problem and the caller allows it.
 //
 // A warp or wave computes one row of O. It processes as many keys at a time as it has lanes: lane l computes the score
 // of key l; then the lanes divide the columns of O among themselves and add one key after another. Nothing goes through
@@ -8,7 +8,7 @@
 // Scores stay natural: times log2(e) a finite bias, sink or soft-cap may overflow f32. A row whose
 // unnormalised O overflows f32, while O itself does not, is computed again with O scaled down (`headroom`).
 //
-// `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
+// `Lanes` is a type that each vendor defines, with `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
 #include <fmha/finish.h>
 #include <fmha/mask.h>
@@ -27,7 +27,7 @@ FMHA_DEVICE float sum_of(float a, float b) { return a + b; }
 
 // Elements of Q, K and V in their stored types, without descales.
 struct StoredElems {
-  // Q[i] . K[j].
+  // Product Q[i] . K[j] of the stored elements.
   template <FwdSpec spec>
   static FMHA_DEVICE float product(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head, int32_t j,
                                    int32_t i_head_kv) {
@@ -39,7 +39,7 @@ struct StoredElems {
     return dot;
   }
 
-  // V's row of one key.
+  // The row of V of one key.
   template <FwdSpec spec>
   struct Value {
     const View& v;
@@ -54,7 +54,7 @@ struct StoredElems {
   }
 };
 
-// One query of one (sequence, query head).
+// One query of one sequence and head, whose row of O is computed.
 template <FwdSpec spec, class Lanes, class Masks = NoMasks, class Elems = StoredElems>
 struct FwdRow {
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, Lanes::count);  // of O, to a lane
@@ -83,7 +83,7 @@ struct FwdRow {
     return x;
   }
 
-  // Q[i] . K[j], as stored.
+  // Product Q[i] . K[j] of the stored elements, without scale.
   FMHA_DEVICE float product(int32_t j) const {
     return elems.template product<spec>(p, span, i, i_head, j, i_head_kv);
   }
@@ -99,7 +99,7 @@ struct FwdRow {
     return keeps(j) ? rounded : 0.f;
   }
 
-  // e^(a - b).
+  // Computes e^(a - b).
   static FMHA_DEVICE float exp_of_difference(float a, float b) { return exp2_of((a - b) * kLog2E); }
 
   // Raises the running maximum; returns the factor for the sums and outputs so far.
@@ -119,7 +119,7 @@ struct FwdRow {
     for (int32_t c = 0; c < columns; ++c) o[c] *= factor;
   }
 
-  // The keys of a range, one per lane at a time.
+  // Processes the keys of a range, one per lane at a time.
   FMHA_DEVICE void take(Range keys, const Score<spec>& modifiers) {
     for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
       const int32_t j = first + lane;
@@ -165,7 +165,7 @@ struct FwdRow {
   }
 
   FMHA_DEVICE void store() const {
-    // O lies lower by `room`.
+    // O was scaled down by `room`, which is undone here.
     const RowResult end = end_row<ScalarUnit>({0.f, row_max}, row_sum, true);
     const float normaliser = end.factor * inverse_of_power(room);
     const float factor = scaled_output<OutputScales{true, spec.dropout, true}>(1.f, p, span.i_batch, i_head_kv);
@@ -181,7 +181,7 @@ struct FwdRow {
     if (spec.write_lse && lane == 0) *to.lse(p) = end.lse;
   }
 
-  // The keep bits of every key of the sequence, masked or not.
+  // Writes the keep bits of every key of the sequence, masked or not.
   FMHA_DEVICE void store_keep_mask() const {
     if constexpr (spec.write_keep_mask) {
       const int64_t batch_head = int64_t(span.i_batch) * p.num_heads_q + i_head;

@@ -7,7 +7,7 @@
 
 namespace fmha {
 
-// One query of one (sequence, query head), over the keys of a list, or of two caches.
+// One query of one sequence and head, over the keys of a list, or of two caches.
 template <FwdSpec spec, class Lanes, class Keys = TokenList>
 struct ListRow : FwdRow<spec, Lanes> {
   using Row = FwdRow<spec, Lanes>;

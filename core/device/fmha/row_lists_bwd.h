@@ -8,7 +8,7 @@
 
 namespace fmha {
 
-// The lists of a call in the place of `NoMasks`.
+// The lists of a call, as the masks argument of a row kernel (in place of `NoMasks`).
 struct ListsOfRows {
   const FwdParams& p;
   const ListParams& lists;
@@ -26,7 +26,7 @@ struct ListsOfRows {
   }
 };
 
-// dQ of query i.
+// Computes dQ of query i.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_list_row(const BwdParams& p, const ListsOfRows& lists, const SeqSpan& span, int32_t i_head,
                               int32_t i) {
@@ -48,7 +48,7 @@ FMHA_DEVICE void bwd_list_row(const BwdParams& p, const ListsOfRows& lists, cons
   dq.template store<spec.dtype_grad>(p.dq.data, head.q_row(p.dq, i), p.fwd.softmax_scale * head.descale_k);
 }
 
-// How often a token's list names key j.
+// Number of times that a token's list names key j.
 template <class Lanes>
 FMHA_DEVICE float times_listed(const TokenList& list, int32_t j) {
   const int32_t count = list.count();
@@ -57,7 +57,7 @@ FMHA_DEVICE float times_listed(const TokenList& list, int32_t j) {
   return lane_sum<Lanes>(times);
 }
 
-// dK and dV of key j: a lane has a token at a time, and the lanes look through each of their lists together.
+// Computes dK and dV of key j. Each lane has a token at a time, and all lanes search its list together.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_listed_key(const BwdParams& p, const ListsOfRows& lists, const SeqSpan& span, int32_t i_head_kv,
                                 int32_t j) {

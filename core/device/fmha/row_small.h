@@ -1,10 +1,10 @@
-// Small outputs of the forward, in launches of their own behind the kernel that writes O, whichever that is: the
+// Small outputs of the forward, in separate launches after the kernel that writes O, whichever kernel that is: the
 // greatest score of each row and of each head, and each key's sum of probabilities. Scores are computed again in f32.
 //
 // One group of lanes computes a row's numbers, or those of a key, whose queries its lanes
 // handle in rotation: every sum has a fixed order. Nothing goes through shared memory.
 //
-// `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
+// `Lanes` is a type that each vendor defines, with `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/exp_sum.h>
@@ -17,10 +17,10 @@
 
 namespace fmha {
 
-// The greater of two, NaN where one is.
+// The greater of two numbers; NaN if one is NaN.
 FMHA_DEVICE float greater_of(float a, float b) { return b > a || b != b ? b : a; }
 
-// One (sequence, query head).
+// Head of one sequence, whose small outputs are computed.
 template <FwdSpec spec, class Lanes, class Masks = NoMasks>
 struct SmallHead {
   const FwdParams& p;
@@ -96,7 +96,7 @@ FMHA_DEVICE void small_row(const FwdParams& p, const SmallParams& small, int64_t
   if (small.row_max) small.row_max[lse_offset(p, span, i_head, i)] = greatest;
 }
 
-// The greatest score of a head: of all rows that sequences have.
+// The greatest score of a head, over all rows that its sequences have.
 template <FwdSpec spec, class Lanes>
 FMHA_DEVICE void small_head(const FwdParams& p, const SmallParams& small, int32_t i_head) {
   float greatest = -infinity();
@@ -131,7 +131,7 @@ FMHA_DEVICE void small_key(const FwdParams& p, const SmallParams& small, int64_t
       const float score = seen ? head.score(i, j) : -infinity();
       const SmallRow row = load_small_row(small, first + min(i, queries.end - 1));
       const float prob = exp2_of(min((score - row.top) * kLog2E, 0.f)) * row.inverse;
-      // A hidden pair adds nothing, even if the row's other numbers are not finite.
+      // A hidden pair adds 0, even if the row's statistics are not finite.
       sum += score == -infinity() ? 0.f : prob;
     }
   }

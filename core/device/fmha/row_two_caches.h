@@ -5,7 +5,7 @@
 
 namespace fmha {
 
-// Row `at` of all (sequence, head, query) triples.
+// Computes row `at` of all (sequence, head, query) triples.
 template <FwdSpec spec, class Lanes>
 FMHA_DEVICE void two_caches_row(const FwdParams& p, const TwoCachesParams& caches, int64_t at) {
   row_of_keys<spec, Lanes>(p, caches.lists, at, [&](const SeqSpan& span, int32_t i, int32_t i_head_kv) {

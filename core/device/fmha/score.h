@@ -29,7 +29,7 @@ struct Pair {
 
   FMHA_DEVICE int32_t i() const { return first_i + step_i; }
   FMHA_DEVICE int32_t j() const { return first_j + step_j; }
-  // i + diagonal - j.
+  // The distance i + diagonal - j that ALiBi multiplies by its slope.
   FMHA_DEVICE float distance(int32_t diagonal) const {
     return float(first_i + diagonal - first_j) + float(step_i - step_j);
   }
@@ -40,7 +40,7 @@ struct Scored {
   float score, slope;
 };
 
-// Ways to evaluate cap * tanh(scale * s / cap).
+// Evaluates cap * tanh(scale * s / cap) exactly.
 struct ExactTanh {
   FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
     const float y = s * scale, x = y / cap, square = x * x;
@@ -106,7 +106,8 @@ struct Functions {
                                                                      point(seqlen_k),
                                                                      words});
   }
-  // The score of s * scale. `hides`: the mask is evaluated; otherwise the kernel only visits pairs that it shows.
+  // Maps the product s to a score of s * scale. `hides`: the mask is evaluated; otherwise the kernel only visits pairs
+  // that it shows.
   template <class Tanh, bool hides = true>
   FMHA_DEVICE Scored at(Pair pair, float s, float scale) const {
     const auto here = place<code::of_score::Layout>(pair);
@@ -127,7 +128,7 @@ struct Functions {
   }
 };
 
-// A map: the soft-cap.
+// The soft-cap, a map.
 struct SoftCap {
   static constexpr bool slope_is_within_one = true, is_first = false;
   float cap;
@@ -136,7 +137,7 @@ struct SoftCap {
   FMHA_DEVICE static bool given(const FwdParams& p) { return p.softcap > 0.f; }
   FMHA_DEVICE static SoftCap of(const FwdParams& p, const SeqSpan&, int32_t) { return {p.softcap}; }
 
-  // The score of s * scale.
+  // Maps the product s to the soft-capped score of s * scale.
   template <class Tanh>
   FMHA_DEVICE Scored at(Pair, float s, float scale) const {
     return Tanh::capped(s, scale, cap);
@@ -158,7 +159,7 @@ struct Alibi {
   FMHA_DEVICE float at(Pair pair, float units) const { return -(slope * units) * abs_of(pair.distance(diagonal)); }
 };
 
-// All maps and all terms, in their order.
+// A list of modifiers: all maps or all terms, in their order.
 template <class... T>
 struct List {
   FMHA_DEVICE static constexpr int num_in(const FwdSpec& spec) { return (0 + ... + int(T::in(spec))); }
@@ -319,7 +320,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
 template <FwdSpec spec, class Tanh = ExactTanh>
 using Score = ScoreOf<spec, Tanh, Maps, Terms>;
 
-// Raw products of a fragment become natural scores. `of_row(r)`: the modifiers of row r.
+// Converts raw products of a fragment to natural scores. `of_row(r)` returns the modifiers of row r.
 template <class Fragment, class OfRow>
 FMHA_DEVICE void apply(Fragment fragment, OfRow of_row) {
 #pragma unroll

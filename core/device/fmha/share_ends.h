@@ -4,11 +4,12 @@
 
 namespace fmha {
 
-// A sequence of `total` blocks in stretches: the first `longer` stretches have one block more than `each`.
+// Division of a sequence of `total` blocks into stretches: the first `longer` stretches have one block more than
+// `each`.
 struct Shares {
   int32_t each, longer;
 
-  // Shares for up to `most` takers, each with at least `least` blocks.
+  // Divides blocks into at most `most` shares, each with at least `least` blocks.
   FMHA_DEVICE static Shares of(int32_t total, int32_t most, int32_t least) {
     const int32_t takers = clamp(total / max(least, 1), 1, most);
     const int32_t each = total / takers;

@@ -15,7 +15,8 @@ struct ShownPairs {
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     if constexpr (!has_function) return masks.sees(span, i_head, i, j);
     const DataMasks::Shown shown = masks.shown(span, i_head, i, j);
-    // No branch around the function: with one, pairs that it shows were hidden (clang 22, gfx942; cause unknown).
+    // The function is evaluated without a branch around it: with one, pairs that it shows were hidden (clang 22,
+    // gfx942; cause unknown).
     const int32_t shows = Functions::of(p, span, i_head).shows({i, j});
     return (int32_t(shown == DataMasks::Shown::Full) | (int32_t(shown == DataMasks::Shown::Asked) & shows)) != 0;
   }

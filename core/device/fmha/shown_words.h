@@ -15,7 +15,8 @@ struct ShownBits {
   Array<uint32_t, words> seen, full;
 };
 
-// `Lanes`: as for `MaskClasses`; in addition `from(x, lane)` returns the number of another lane.
+// Bits of masks as data. `Lanes` is as for `MaskClasses`; in addition `from(x, lane)` returns the number of another
+// lane.
 template <class Lanes>
 struct ShownWords {
   DataMasks masks;

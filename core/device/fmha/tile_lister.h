@@ -1,9 +1,8 @@
-// The lists of the blocks of keys that tiles of queries see under masks as data, or of the
-// blocks of queries that see tiles of keys: one small launch with a group of threads for each
-// tile and mask head. Its warps (or waves) classify blocks; blocks are stored from the last to
-// the first, partly masked ones from the row's begin upwards, whole ones from its end downwards.
-// Words of partly masked blocks of queries also say what halves of the tile's keys are seen by, where
-// `marks_halves` (listed_block.h).
+// Writes lists of the key blocks that tiles of queries see under masks as data, or of the query blocks that see tiles
+// of keys: one small launch with a group of threads for each tile and mask head. Its warps (or waves) classify blocks;
+// blocks are stored from the last to the first, partly masked ones from the row's begin upwards, whole ones from its
+// end downwards. With `marks_halves`, words of partly masked query blocks also say for each half of the tile's keys
+// which queries see it (listed_block.h).
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/listed_block.h>
@@ -13,21 +12,20 @@
 
 namespace fmha {
 
-// `Group`: a vendor's group of threads (`threads`, `thread()`, `group_index()`, `barrier()`), which is of warps whose
-// lanes are as `MaskClasses` asks; `bits_in` counts a ballot's bits, `reconverge()` joins a warp's lanes; where it
-// `has_atomics`, `set_bits` sets bits of a word in shared memory. `has_a_block_of_none`: a tile of queries that sees
-// no key has one block, outside the tensor.
-// `has_function`: a mask as code joins the masks as data. `has_bits`: a launch before has written what it shows into
-// the bits of the masks.
+// `Group`: a vendor's group of threads (`threads`, `thread()`, `group_index()`, `barrier()`), whose warps have the
+// lanes that `MaskClasses` needs; `bits_in` counts a ballot's bits, `reconverge()` joins a warp's lanes; where it
+// `has_atomics`, `set_bits` sets bits of a word in shared memory. `has_a_block_of_none`: a tile of queries that sees no
+// key has one block, outside the tensor. `has_function`: a mask as code joins the masks as data. `has_bits`: a launch
+// before has written what it shows into the bits of the masks.
 template <class Group, bool has_function, bool has_bits = false>
 struct TileLister {
   using Classes = MaskClasses<Group>;
   static constexpr int warps = Group::threads / Group::count, words = Group::threads / 32;
 
-  // Mark of a class that the bounds leave open.
+  // Marks a block whose class the bounds do not decide.
   static constexpr uint8_t kUnknown = 255;
 
-  // Answers that a group's threads have for each other.
+  // Results that the threads of a group exchange.
   struct Shared {
     uint8_t classes[Group::threads];
     int32_t counts[2][warps];
@@ -58,7 +56,7 @@ struct TileLister {
     return by_masks;
   }
 
-  // Answers for the halves of a tile's keys, in the bits of a `ListedBlock` shifted to the first.
+  // Results for the halves of a tile's keys, as the bits of a `ListedBlock` shifted to the lowest place.
   FMHA_DEVICE int32_t seen_by_halves(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
                                      int32_t tile, int32_t block_n) const {
     int32_t seen = 0;
@@ -124,7 +122,7 @@ struct TileLister {
       for (int32_t j = own.begin + Group::index(); j < own.end; j += Group::count) {
 #pragma unroll
         for (int32_t r = 0; r < rows_at_once; ++r) {
-          // Behind the last row that one again.
+          // Rows behind the last one repeat it.
           const bool shown = sees(min(first + r, rows.end - 1), j);
           seen += shown ? 1 : 0;
           hidden += shown ? 0 : 1;
@@ -201,7 +199,7 @@ struct TileLister {
     }
   }
 
-  // `of_keys`: the tile has keys, and its list has blocks of queries.
+  // Writes the lists of tiles. `of_keys`: tiles have keys, and their lists have blocks of queries.
   template <bool of_keys, bool marks_halves>
   FMHA_DEVICE void run(Shared& shared, QLayout q_layout, KvKind kv_layout, int32_t block_m, int32_t block_n) const {
     auto& [classes, counts, marked, entries] = shared;
@@ -260,7 +258,8 @@ struct TileLister {
           if (is == BlockClass::Edge) {
             seen = seen_by_halves(span, band, i_head, block_of(block, block_m, span.seqlen_q), tile, block_n);
             constexpr int32_t none = int32_t(HalfSeen::None);
-            // Halves are asked more closely than the tile: a block that neither is seen by is none of its list's.
+            // The halves are classified more exactly than the tile: a block whose queries see neither half is not
+            // listed.
             if (seen == (none | none << 2)) is = BlockClass::Skipped;
           }
         }
@@ -291,7 +290,7 @@ struct TileLister {
       Group::barrier();
     }
     if (thread != 0) return;
-    // No key at all: one block outside the tensor, zeros that are hidden.
+    // A tile that sees no key gets one block outside the tensor, which is read as zeros and hidden.
     if (Group::has_a_block_of_none && !of_keys && num_cut + num_whole == 0) {
       blocks[0] = -1;
       num_cut = 1;
@@ -301,9 +300,9 @@ struct TileLister {
   }
 };
 
-// The steps of tiles of keys where additions to a block of queries have an order: a tile's blocks with their queries
-// ascending, two words each, and the block's rank, how many earlier tiles list it too. A group handles the lists of a
-// sequence and head, whose last row counts for each block the tiles that list it.
+// Writes the steps of tiles of keys for calls in which additions to a query block have an order. A step is two words:
+// the query block, in ascending order, and its rank, the number of earlier tiles that list it too. A group handles the
+// lists of a sequence and head, whose last row counts for each block the tiles that list it.
 template <class Group, FwdSpec spec, int32_t block_n>
 FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
   const int32_t group = Group::group_index(), num_blocks = list.max_blocks;
@@ -328,7 +327,7 @@ FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
       int32_t at = i, word = -1;
       if (i < num) {
         const ListedBlock own = listed(i);
-        // The first of the other part's that is lower.
+        // Index of the first block of the list's other part that is lower.
         int32_t low = i < num_cut ? num_cut : 0, end = i < num_cut ? num : num_cut;
         const int32_t lower_of_own = (i < num_cut ? num_cut : num) - 1 - i, end_of_other = end;
         while (low < end) {
@@ -363,7 +362,7 @@ FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
   }
 }
 
-// The launch of a vendor's groups.
+// The launch that writes the lists.
 template <class Group, FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function,
           bool has_bits = false, bool marks_halves = false>
 FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {

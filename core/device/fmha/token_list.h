@@ -14,7 +14,7 @@ struct TokenList {
   MaskBand band;
   int32_t i, i_head_kv;
 
-  // Row of Q and O among those of the tensor's batch.
+  // Number of the token's row of Q and O in the tensor's batch.
   FMHA_DEVICE int64_t token() const { return int64_t(span.q_row) + i; }
 
   // Number of keys that the list's entries in use may name, absent ones included.
@@ -64,7 +64,7 @@ struct TokenList {
     return row_offset(view, at, head);
   }
 
-  // A place's row in a cache of rows of bytes.
+  // Addresses of the row at a place, in a cache of rows of bytes.
   template <int bytes>
   FMHA_DEVICE BytesOfRow bytes_of(KvRow at) const { return bytes_of_row<bytes>(p.k, p.page_size, at); }
 };

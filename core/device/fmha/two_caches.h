@@ -7,7 +7,7 @@
 
 namespace fmha {
 
-// Keys that a query sees of one cache.
+// The keys of one cache that a query sees.
 struct CacheKeys {
   TokenList list;
   const MaskDataParams& masks;
@@ -25,7 +25,7 @@ struct CacheKeys {
     return keys;
   }
 
-  // Positions between the first and the last that band and intervals show. Sink columns lie before the band.
+  // Range of positions that the band and the intervals show. Sink columns lie before the band.
   FMHA_DEVICE Range walked() const {
     Range range = row_range(list.band, list.i, list.span.seqlen_k);
     if (list.band.sink_columns > 0) range.begin = 0;
@@ -97,7 +97,7 @@ struct TwoCaches {
     return apart + row_offset(other, KvRow{at.batch, ~at.row}, head);
   }
 
-  // A place's row in caches of rows of bytes.
+  // Addresses of the row at a place, in caches of rows of bytes.
   template <int bytes>
   FMHA_DEVICE BytesOfRow bytes_of(KvRow at) const {
     if (at.row >= 0) return first.list.template bytes_of<bytes>(at);

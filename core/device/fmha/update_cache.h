@@ -4,8 +4,8 @@
 //
 // A group of lanes processes one row at a time, of new keys, new values or queries, and divides its elements.
 //
-// `Lanes` is the vendor's: `count`, `index()`; `thread()`, the index of a thread of the launch, and `threads()`,
-// their number; and `product`, `sum` and `difference`, each rounded to f32 by itself.
+// `Lanes` is a type that each vendor defines, with `count` and `index()`; `thread()`, the index of a thread of the
+// launch, and `threads()`, their number; and `product`, `sum` and `difference`, each rounded to f32 by itself.
 #pragma once
 #include <fmha/cache_rows.h>
 #include <fmha/cache_update.h>
@@ -35,8 +35,8 @@ struct Update {
   const CacheUpdate& update;
   const int32_t lane = Lanes::index();
 
-  // One sequence of the cache as it is before the call, and what is added to it. Lengths that lie are clamped: no row
-  // outside the tensors is accessed.
+  // One sequence of the cache as it is before the call, and the rows that are added to it. Wrong lengths are clamped:
+  // no row outside the tensors is accessed.
   struct Sequence {
     SeqSpan span;
     PackedRows added;
@@ -55,7 +55,7 @@ struct Update {
     return sequence;
   }
 
-  // Row `from` to row `to` of `dim` elements, which lie `step` apart there.
+  // Copies row `from` to row `to`; both have `dim` elements, `step` elements apart in `to`.
   template <int32_t dim, class T>
   FMHA_DEVICE void copy(const T* from, T* to, int64_t step) const {
     for (int32_t d = lane; d < dim; d += Lanes::count) to[d * step] = from[d];
@@ -86,7 +86,7 @@ struct Update {
     return const_cast<T*>(read<T>(view, at));
   }
 
-  // New row `n` of K (`of_keys`) or V.
+  // Writes new row `n` of K (`of_keys`) or V to the cache.
   template <bool of_keys>
   FMHA_DEVICE void append(int32_t i_batch, int32_t n, int32_t i_head) const {
     const Sequence at = sequence(i_batch);
@@ -101,7 +101,7 @@ struct Update {
       return quantise(from, bytes_of_row<spec.row_bytes>(cache, p.page_size, place));
     }
     if constexpr (spec.scaled) {
-      // Rows have scales of their own where a block is one row.
+      // Rows have scales of their own if a block of scales is one row.
       const View& scales = of_keys ? update.k_scale : update.v_scale;
       const KvRow place = kv_row(p, spec.kv_layout, at.span, j);
       return quantise_by_row<of_keys ? spec.head_dim_qk : spec.head_dim_v, of_keys ? spec.dtype_qk : spec.dtype_v>(
@@ -177,7 +177,7 @@ struct Update {
     const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
     Key* to = written<Key>(update.q, row_offset(update.q, i_batch, i, i_head));
     if (i >= span.seqlen_q) {
-      // Kernels that load whole tiles of queries read the rows that a shorter sequence leaves over.
+      // Rows beyond a shorter sequence are written too, since kernels that load whole tiles of queries read them.
       for (int32_t d = lane; d < spec.head_dim_qk; d += Lanes::count) to[d] = 0;
       return;
     }

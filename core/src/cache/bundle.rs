@@ -1,4 +1,5 @@
-//! Compiled kernels in one file: what a program ships, and what the disk cache keeps one by one.
+//! A bundle: one file of compiled kernels, which a program may ship. The disk cache stores each kernel as a bundle of
+//! one.
 
 use std::collections::BTreeMap;
 use std::fs::Permissions;
@@ -31,13 +32,13 @@ const PACKED: u32 = 3;
 /// with a window of 32 kB, leaves 1.43 MB.
 const FRAME_KERNELS: usize = 8;
 
-/// How hard the packer tries, of 9.
+/// Effort of the packer for a bundle, from 0 to 9.
 const PRESET: u32 = 4;
 
 /// Effort of the packer for one kernel that was just compiled.
 const QUICK_PRESET: u32 = 1;
 
-/// Magic, version, the payload's length and its hash.
+/// Bytes of a file's header: magic, version, the payload's length and its hash.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 32;
 
 /// Compiled kernels by their keys. A file of them is read whole or refused: it has its version, its
@@ -47,13 +48,13 @@ const HEADER_BYTES: usize = 8 + 4 + 8 + 32;
 pub struct Bundle {
     name: String,
     frames: Vec<Arc<Frame>>,
-    /// Which frame has a kernel.
+    /// Index of the frame that has a kernel, by the kernel's key.
     places: BTreeMap<SourceKey, usize>,
     /// Whether the bundle was read from a file of packed kernels.
     packed: bool,
 }
 
-/// Kernels that are packed together.
+/// Kernels that are packed together, and unpacked together.
 #[derive(Debug)]
 struct Frame {
     stored: Stored,
@@ -66,7 +67,7 @@ struct Stored {
     keys: Vec<SourceKey>,
     /// Bytes of the kernel when it is unpacked.
     plain_bytes: u64,
-    /// The kernels, in the order of their keys, packed by LZMA.
+    /// The kernels in the order of their keys, packed by LZMA.
     bytes: Vec<u8>,
 }
 
@@ -165,7 +166,7 @@ impl Bundle {
             .collect())
     }
 
-    /// How many of its frames are unpacked, and how many there are.
+    /// Number of frames that are unpacked, and number of all frames.
     #[cfg(test)]
     pub(super) fn frames_unpacked(&self) -> (usize, usize) {
         let unpacked = self.frames.iter().filter(|frame| frame.kernels.get().is_some());

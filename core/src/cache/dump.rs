@@ -1,4 +1,5 @@
-//! Dump of kernels into `FMHA_DUMP`: one folder for each kernel, with everything that a reader needs.
+//! Writes kernels to the folder `FMHA_DUMP`, for people to read: one folder for each kernel, with its source, code and
+//! log.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -24,7 +25,7 @@ pub(super) fn dump(folder: &Path, job: &KernelJob, kernel: &CompiledKernel, orig
         ("assembly", format!("{} bytes", kernel.assembly.len())),
         ("resources", resources.to_string()),
     ] {
-        // Writing to a String does not fail.
+        // Writing to a String cannot fail.
         let _ = writeln!(about, "{name:<14} {value}");
     }
     let write = || -> std::io::Result<()> {
@@ -44,8 +45,8 @@ pub(super) fn dump(folder: &Path, job: &KernelJob, kernel: &CompiledKernel, orig
     })
 }
 
-/// Writes a source that did not compile, and the compiler's words, where a reader can find them: in
-/// `FMHA_DUMP`, else in a new folder of this user's alone. Returns the kernel's folder.
+/// Writes a source that did not compile, and the compiler's messages, for the user to read: in `FMHA_DUMP`, otherwise
+/// in a new folder that only this user can read. Returns the kernel's folder.
 #[must_use]
 pub fn dump_source(job: &KernelJob, log: &str) -> PathBuf {
     let folder = match env::DUMP.get() {

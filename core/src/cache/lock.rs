@@ -24,9 +24,9 @@ impl Patience {
 /// Outcome of the wait for a lock.
 #[derive(Debug)]
 pub(crate) enum Locked {
-    /// The lock is this process's until the value is dropped.
+    /// This process has the lock until the value is dropped.
     Alone(FileLock),
-    /// Another process has held the lock until the time limit.
+    /// Another process still held the lock at the time limit.
     Held,
 }
 
@@ -68,7 +68,7 @@ pub(crate) fn lock(path: &Path, patience: Patience, mut say: impl FnMut(&str)) -
     }
 }
 
-/// A line on standard error.
+/// Prints a line to standard error.
 pub(crate) fn say(line: &str) {
     eprintln!("{line}");
 }

@@ -73,7 +73,7 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     bundle::write_whole(path, bytes)
 }
 
-/// Names the text of headers.
+/// Hash of the text of headers.
 pub(crate) fn headers_hash(headers: &[Header]) -> String {
     hex(&hash(headers.iter().flat_map(|h| [h.name.as_bytes(), h.text.as_bytes()])))
 }
@@ -95,7 +95,7 @@ fn hash<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 32] {
 /// Kind of compiler output that a device runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ImageKind {
-    /// Machine code.
+    /// Machine code of the device.
     Machine,
     /// The compiler's assembly text, which an emulated device may run.
     Assembly,
@@ -183,7 +183,7 @@ impl<C: Compiler + ?Sized> Compiler for &C {
     }
 }
 
-/// A compiled kernel, as it is kept.
+/// A compiled kernel with everything that a cache stores about it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CompiledKernel {
     /// Hash of the source.
@@ -235,7 +235,7 @@ pub enum Origin {
     Bundle(String),
     /// The disk cache.
     Disk(PathBuf),
-    /// The compiler, in this call; `not_kept` says why the kernel is not in the disk cache.
+    /// The kernel was compiled in this call; `not_kept` says why it is not in the disk cache.
     Compiler {
         /// Identity of the compiler.
         compiler: String,
@@ -268,7 +268,7 @@ pub trait Precompile: Sync {
     /// Finds or compiles the kernel of a job.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none.
+    /// An error of the compiler, or a machine without one.
     fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>>;
 }
 
@@ -280,7 +280,7 @@ pub fn embed(bundle: Bundle) {
     EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(bundle));
 }
 
-/// The sources of compiled kernels, in their order.
+/// The places where compiled kernels are searched, in order: bundles, the disk cache, the compiler.
 #[derive(Clone, Debug)]
 pub struct Cache {
     bundles: Vec<Arc<Bundle>>,
@@ -313,7 +313,7 @@ impl Cache {
     /// Returns the kernel of a job. `compiler` is called only if no bundle has the kernel.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none and no bundle has the kernel.
+    /// An error of the compiler, or no compiler and no bundle with the kernel.
     pub fn get<C: Compiler>(
         &self,
         job: &KernelJob,

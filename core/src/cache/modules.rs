@@ -18,11 +18,11 @@ pub trait Loader: Send + Sync {
     /// [`Error::NoDevice`] with every place that was looked at.
     fn compiler(&self) -> Result<&dyn Compiler>;
 
-    /// Puts a kernel on the device, to be launched with `shared_bytes` of dynamic shared memory; `None`
-    /// where a backend only plans.
+    /// Loads a kernel to the device, to be launched with `shared_bytes` of dynamic shared memory; `None` if a backend
+    /// has no device and only plans.
     ///
     /// # Errors
-    /// What the driver said of the image.
+    /// An error of the driver about the image.
     fn load(&self, image: &[u8], shared_bytes: u32) -> Result<Option<Self::Kernel>>;
 }
 
@@ -56,7 +56,7 @@ type Slots<K> = HashMap<(SourceKey, u32), Arc<Slot<K>>>;
 /// Place of a kernel, filled by the first thread that needs it; other threads that need this kernel wait meanwhile.
 type Slot<K> = Mutex<Option<Arc<Module<K>>>>;
 
-/// A compiled kernel, loaded where there is a device.
+/// A compiled kernel; it is also loaded if there is a device.
 #[derive(Debug)]
 pub struct Module<K> {
     /// Output of the compiler.
@@ -110,10 +110,10 @@ impl<L: Loader> Modules<L> {
         KernelJob { kernel, arch, flags, source, image }
     }
 
-    /// Finds or compiles the kernel of a job, and loads nothing.
+    /// Finds or compiles the kernel of a job without loading it.
     ///
     /// # Errors
-    /// What the compiler said, or that there is none and no bundle has the kernel.
+    /// An error of the compiler, or no compiler and no bundle with the kernel.
     pub fn compile(&self, job: &KernelJob) -> Result<(Arc<CompiledKernel>, Origin)> {
         self.cache.get(job, || self.loader.compiler())
     }

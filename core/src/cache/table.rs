@@ -7,7 +7,7 @@ use crate::layout::{QLayout, Strides};
 use crate::mask::{MaskAlign, MaskShape, MaskSpec};
 use crate::problem::{Dims, FwdProblem, Score, ValidFwd};
 
-/// Queries and keys.
+/// Lengths of a problem: queries and keys.
 type Lengths = (u32, u32);
 
 /// Lengths of the table's problems. The short ones lie in the middle of the ranges for which Hopper has different

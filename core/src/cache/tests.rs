@@ -74,7 +74,7 @@ fn a_key_changes_with_every_input_and_with_nothing_else() {
     };
     with(&mut others[3], [("fmha/a.h", "c"), ("fmha/b.h", "b")]);
     with(&mut others[4], [("fmha/a.h", "a"), ("fmha/c.h", "b")]);
-    // Equal text, divided otherwise.
+    // These texts are equal when joined, but divided at another place.
     with(&mut others[5], [("fmha/a.h", ""), ("afmha/b.h", "b")]);
     others[6].flags = vec!["-".to_owned(), "x".to_owned()];
     for other in &others {
@@ -215,7 +215,7 @@ fn another_compiler_or_another_flag_of_its_own_is_another_kernel_on_disk() {
             Ok(CompilerOutput { machine: vec![self.2], ..CompilerOutput::default() })
         }
     }
-    // A compiler without flags of its own adds none.
+    // A compiler without own flags adds none to a job's.
     assert!(made("one").own_flags.is_empty());
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(Vec::new(), Some(folder.path()));
@@ -289,7 +289,7 @@ fn whoever_wants_a_kernel_at_the_same_time_gets_the_same_one_compiled_once() {
         }
     });
     assert_eq!(*first.loaded().unwrap(), (300, 0));
-    // Another amount of shared memory is another function attribute, so another kernel to the driver.
+    // Another amount of shared memory is another attribute of the function, so the driver loads another kernel.
     assert_eq!(*load(64).loaded().unwrap(), (300, 64));
     assert_eq!(modules.job("made-up", job("one").source), job("one"));
 }

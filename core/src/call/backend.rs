@@ -58,13 +58,13 @@ use crate::tune::Tune;
 /// }
 /// ```
 pub unsafe trait FmhaBackend: Send + Sync {
-    /// The word that selects the backend: `cpu`.
+    /// The word that selects the backend, such as `cpu`.
     fn kind(&self) -> &'static str;
 
     /// Description of the device for people and logs: its name, cores and instructions.
     fn name(&self) -> &str;
 
-    /// Peak rates of the device for products of `dtype`, for the share of them that a run reports.
+    /// Peak rates of the device for products of `dtype`. A run reports which share of them it reaches.
     fn roofline(&self, _dtype: DType) -> Roofline {
         Roofline::default()
     }
@@ -166,8 +166,8 @@ pub unsafe trait FmhaBackend: Send + Sync {
         Err(unsupported(self.name(), vec![Refusal::new(self.kind(), reason)]))
     }
 
-    /// Chooses a kernel that brings a tensor to a format with scales by blocks. A backend that has none refuses by its
-    /// name.
+    /// Chooses a kernel that converts a tensor to a format with scales by blocks. A backend without such a kernel
+    /// refuses, with its name in the error.
     ///
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
@@ -315,7 +315,7 @@ impl dyn DeviceMemory + '_ {
     }
 }
 
-/// Zeros of the host, for `purpose`.
+/// Zeroed memory of the host, for `purpose`, which an error names.
 pub(crate) fn zeros(purpose: &str, bytes: u64) -> Result<Vec<u8>> {
     let refused = || Error::System {
         what: format!("{bytes} bytes for {purpose}"),
@@ -360,8 +360,8 @@ impl DevBuffer {
         Self { space, ptr, bytes, elem: Told::new(ElemType::Bytes), free: Some(free) }
     }
 
-    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
-    /// each other.
+    /// Returns this memory, whose elements now have this type if their type was unknown; i32 and u32 may replace each
+    /// other.
     #[must_use]
     pub fn typed(mut self, elem: impl Into<ElemType>) -> Self {
         self.elem = Told::new(self.elem().retyped(elem.into()));

@@ -102,7 +102,7 @@ mod tests {
         (checked, read)
     }
 
-    /// Seven queries, four pages of two keys.
+    /// Lengths of a call with seven queries, and four pages of two keys.
     fn lengths<'a>(cu: &'a [i32], used: &'a [i32], pages: &'a [i32]) -> SeqArgs<'a> {
         SeqArgs {
             totals: Totals { total_q: Some(7), total_k: None, num_pages: Some(4), ..Totals::NONE },

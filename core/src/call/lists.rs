@@ -60,18 +60,18 @@ impl<'a> HostLists<'a> {
 }
 
 abi_struct! {
-    /// Parameters of a kernel over lists of keys, beside its [`FwdParams`](crate::abi::FwdParams).
+    /// Kernel parameters of lists of keys, which follow [`FwdParams`](crate::abi::FwdParams).
     pub struct ListParams {
         /// Pointer to the lists: entry e of row i and kv head h of sequence b is at `b * batch + i * row + h * head
         /// + e`.
         pub indices: DevPtr<i32>,
-        /// Entries in use of each sequence or row; null if all are in use.
+        /// Number of entries in use of each sequence or row; null if all are in use.
         pub topk_length: DevPtr<i32>,
-        /// Stride from sequence to sequence; 0 where rows are packed.
+        /// Stride in elements from one sequence to the next; 0 if rows are packed.
         pub batch: i64,
-        /// Stride from row to row.
+        /// Stride in elements from one row to the next.
         pub row: i64,
-        /// Stride from kv head to kv head.
+        /// Stride in elements from one kv head to the next.
         pub head: i64,
         /// Bytes of a key's row if the cache has rows of bytes, otherwise 0.
         pub row_bytes: i64,
@@ -79,7 +79,7 @@ abi_struct! {
         pub topk: i32,
         /// Number of keys for which one list entry stands.
         pub block: i32,
-        /// 1 where entries are addresses.
+        /// 1 if entries are addresses in the page pool.
         pub addresses: i32,
         /// 1 if `topk_length` has one number for each row.
         pub length_per_token: i32,

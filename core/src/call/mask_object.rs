@@ -54,7 +54,7 @@ impl TileLists {
 pub struct ListsCall<'a, P: Problem> {
     /// The problem that was planned.
     pub problem: &'a P,
-    /// Lengths.
+    /// Lengths and positions of the sequences.
     pub seq: &'a SeqArgs<'a>,
     /// Tensors of the masks.
     pub masks: &'a MaskArgs<'a>,
@@ -64,7 +64,7 @@ pub struct ListsCall<'a, P: Problem> {
     pub list: TileLists,
     /// Address in device memory to which the lists are written.
     pub address: u64,
-    /// The queue, by the driver's own handle.
+    /// The driver's handle of the stream.
     pub stream: u64,
 }
 
@@ -115,7 +115,7 @@ struct Copied {
     bytes: u64,
 }
 
-/// Whether two numbers have the same bits: a NaN is itself.
+/// Whether two numbers have the same bits, so that a NaN equals itself.
 fn is_same(a: Number, b: Number) -> bool {
     match (a, b) {
         (Number::Float(a), Number::Float(b)) => a.to_bits() == b.to_bits(),
@@ -246,7 +246,7 @@ impl MaskObject {
                  would walk lists that nobody has made",
             ));
         }
-        // A build that fails half way leaves new tensors beside old lists, so the object counts as not built.
+        // A build that fails half way leaves new tensors with old lists, so the object counts as not built.
         self.is_built = false;
         self.numbers = numbers.to_vec();
         for (copied, slice) in self.tensors.iter().zip(masks.tensors()) {

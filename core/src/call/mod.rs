@@ -85,7 +85,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     fn lengths<'a>(&'a self, args: &'a Self::Args<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)>;
 
-    /// The scratch that the caller gave.
+    /// Scratch memory that the caller has passed.
     #[doc(hidden)]
     fn workspace<'a>(args: &'a Self::Args<'_>) -> Option<&'a DevSliceMut<'a>>;
 
@@ -127,7 +127,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         0
     }
 
-    /// The dropout of a call; none of a combine.
+    /// Dropout of a call; `None` for a combine.
     #[doc(hidden)]
     fn dropout(&self) -> Option<Dropout> {
         None
@@ -177,14 +177,15 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         SmallOutputs::default()
     }
 
-    /// The functions that a call's kernels are compiled with; `None` without one.
+    /// The score and mask functions for which a call's kernels are compiled; `None` if it has none.
     #[doc(hidden)]
     fn code_source(&self) -> Option<CodeSource<'_>> {
         let code = self.code().filter(|code| !code.is_empty())?;
         Some(CodeSource { code, gradients: self.captured_gradients() })
     }
 
-    /// The problem with what its functions have of kernels' own, which a plan computes in its place.
+    /// The problem in which kernels' built-in features (bands, soft-cap, ALiBi) replace equal parts of its functions. A
+    /// plan computes it in place of this one.
     ///
     /// # Errors
     /// What that problem is refused for.
@@ -193,7 +194,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Ok(None)
     }
 
-    /// The operands of the score of a call; none of a combine.
+    /// Operands of the score of a call; `None` for a combine.
     #[doc(hidden)]
     fn score_args<'a, 'b>(_args: &'b mut Self::Args<'a>) -> Option<&'b mut ScoreArgs<'a>> {
         None
@@ -578,7 +579,7 @@ impl Problem for ValidQuantize {
         if has_some { Ok(None) } else { one.validate().map(Some) }
     }
 
-    /// A tensor without elements has a scale nevertheless, if one is to be written.
+    /// A tensor without elements still gets a scale, if one is to be written.
     fn is_empty(&self) -> bool {
         self.shape.num_elems() == 0 && self.tensor_scale != TensorScale::Written
     }
@@ -659,7 +660,7 @@ pub struct Call<'a, P: Problem> {
     /// tensors. Lengths on a device are not checked here: see
     /// [`PlanOptions::check_lengths`](crate::PlanOptions::check_lengths).
     pub spans: &'a [SeqSpan],
-    /// The queue, by the driver's own handle. 0: the default one.
+    /// The driver's handle of the stream; 0 is the default one.
     pub stream: u64,
 }
 
@@ -694,7 +695,7 @@ pub trait Launch<P: Problem>: Send + Sync {
     /// it until the work is done. `call.stream` is a live queue of the backend's device.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn build_list(&self, _call: &ListsCall<'_, P>) -> Result<()> {
         Ok(())
     }
@@ -709,6 +710,6 @@ pub trait Launch<P: Problem>: Send + Sync {
     /// `call.stream` is a live queue of the backend's device.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()>;
 }

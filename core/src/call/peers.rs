@@ -18,7 +18,7 @@ pub enum Word {
     },
     /// Holds the stream until the word has this value.
     Await {
-        /// The word, in this device's memory.
+        /// Address of the word, in this device's memory.
         at: u64,
         /// Value for which the stream waits.
         value: u32,
@@ -30,13 +30,13 @@ pub trait Peers: Send + Sync {
     /// Returns a name by which other processes of the host can import a buffer of this device while it lives.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     fn export(&self, buffer: &DevBuffer) -> Result<[u8; 64]>;
 
     /// Maps a buffer that another process has exported, and returns its address on this device.
     ///
     /// # Errors
-    /// What the driver said: another host, a device without a link to this one, a buffer of this process.
+    /// An error of the driver: another host, a device without a link to this one, a buffer of this process.
     fn import(&self, name: &[u8; 64]) -> Result<u64>;
 
     /// Ends an import.
@@ -51,16 +51,16 @@ pub trait Peers: Send + Sync {
     /// A live stream; `bytes` exist on both sides, and the stream may then read the source and write the target.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn copy(&self, from: u64, to: u64, bytes: u64, stream: u64) -> Result<()>;
 
-    /// Queues steps, in their order.
+    /// Queues these steps in their order.
     ///
     /// # Safety
-    /// A live stream; the words are there, each at a multiple of 4.
+    /// The stream is live; the words exist, each at a multiple of 4.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn words(&self, words: &[Word], stream: u64) -> Result<()>;
 
     /// Reads a word of this device's memory, and waits for the result; `stream` has no other work.
@@ -69,6 +69,6 @@ pub trait Peers: Send + Sync {
     /// A live stream; the word is there.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn read_word(&self, at: u64, stream: u64) -> Result<u32>;
 }

@@ -13,7 +13,7 @@ pub trait Queues: Send + Sync {
     /// A new queue of work, which does not wait for the default one.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     fn create_stream(&self) -> Result<u64>;
 
     /// Ends a queue; its work is done nevertheless.
@@ -22,7 +22,7 @@ pub trait Queues: Send + Sync {
     /// [`create_stream`](Self::create_stream) made it, and it is not used again.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn destroy_stream(&self, stream: u64) -> Result<()>;
 
     /// Waits until all work queued on `stream` is done.
@@ -31,7 +31,7 @@ pub trait Queues: Send + Sync {
     /// A live stream.
     ///
     /// # Errors
-    /// What the driver said, which includes failures of that work.
+    /// An error of the driver, or a failure of that work.
     unsafe fn synchronize(&self, stream: u64) -> Result<()>;
 
     /// Queues a fill with zeros, in the order of `stream`; a capture records it.
@@ -40,7 +40,7 @@ pub trait Queues: Send + Sync {
     /// A live stream; `address .. address + bytes` is device memory that the stream may write then.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()>;
 
     /// Queues a copy from device memory to device memory: in the order of `stream`; a capture records it.
@@ -50,7 +50,7 @@ pub trait Queues: Send + Sync {
     /// `from` and write `to`.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, stream: u64) -> Result<()>;
 
     /// Copies device memory to the host, and waits until the copy is done.
@@ -59,13 +59,13 @@ pub trait Queues: Send + Sync {
     /// `from .. from + to.len()` is device memory that no queued work writes.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()>;
 
     /// A new event.
     ///
     /// # Errors
-    /// What the driver said, or that it has no events.
+    /// An error of the driver, or a device without events.
     fn create_event(&self) -> Result<u64>;
 
     /// Ends an event.
@@ -80,7 +80,7 @@ pub trait Queues: Send + Sync {
     /// Both are live.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn record_event(&self, event: u64, stream: u64) -> Result<()>;
 
     /// Makes all work queued on the stream from now on wait for the event.
@@ -89,7 +89,7 @@ pub trait Queues: Send + Sync {
     /// Both are live.
     ///
     /// # Errors
-    /// What the driver said, or that it has no events.
+    /// An error of the driver, or a device without events.
     unsafe fn wait_event(&self, stream: u64, event: u64) -> Result<()>;
 
     /// Waits until the event is reached.
@@ -98,7 +98,7 @@ pub trait Queues: Send + Sync {
     /// A live event.
     ///
     /// # Errors
-    /// What the driver said, which includes failures of the work before the event.
+    /// An error of the driver, which includes failures of the work before the event.
     unsafe fn synchronize_event(&self, event: u64) -> Result<()>;
 
     /// Seconds between two events that are reached.
@@ -107,7 +107,7 @@ pub trait Queues: Send + Sync {
     /// Both are live.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn seconds_between(&self, start: u64, stop: u64) -> Result<f64>;
 
     /// Whether the device has a clock of its own: an emulated device has none, and reports the emulator's seconds.
@@ -121,7 +121,7 @@ pub trait Queues: Send + Sync {
     /// A live stream.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn is_capturing(&self, stream: u64) -> Result<bool>;
 
     /// Records what `queue` puts on `stream` instead of running it; other threads' calls do not disturb that. The
@@ -141,7 +141,7 @@ pub trait Queues: Send + Sync {
     /// done.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     unsafe fn replay(&self, graph: u64, stream: u64) -> Result<()>;
 
     /// Ends a recording.

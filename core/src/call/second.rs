@@ -45,7 +45,7 @@ impl<'a> SecondCall<'a> {
         Self { problem: second.alone(problem), args: SecondArgs::new(args.k_slice(), None), seq }
     }
 
-    /// The sequences, with keys of the second cache.
+    /// Spans of the sequences, with the keys of the second cache.
     ///
     /// # Errors
     /// A length, offset or page that is missing or wrong.
@@ -68,13 +68,13 @@ impl<'a> SecondCall<'a> {
     }
 }
 
-/// Marks an error as one of the second cache.
+/// Adds to an error that it concerns the second cache.
 pub(crate) fn named(error: ProblemError) -> ProblemError {
     let ProblemError { text, .. } = error;
     ProblemError::new("second", format!("second.{text}"))
 }
 
-/// Marks an error as one of the second cache, if the caller's numbers are at fault.
+/// Adds to an error that it concerns the second cache, if the caller's numbers are at fault.
 pub(crate) fn of_second(error: Error) -> Error {
     match error {
         Error::Problem(error) => named(error).into(),
@@ -83,7 +83,7 @@ pub(crate) fn of_second(error: Error) -> Error {
 }
 
 abi_struct! {
-    /// Which keys of a cache a kernel walks, and where they lie: those of a list where `indices` is not null, else
+    /// Which keys of a cache a kernel walks, and where they lie: the keys of a list if `indices` is not null, otherwise
     /// those of the band and of intervals.
     pub struct KeySetParams {
         /// Addresses and sizes of the second cache's keys, and the queries.
@@ -92,21 +92,21 @@ abi_struct! {
         pub lists: ListParams,
         /// Intervals of the cache's keys; other masks as data are not supported here.
         pub masks: MaskDataParams,
-        /// 1 where the second cache's keys are paged.
+        /// 1 if the second cache's keys are paged, otherwise 0.
         pub is_paged: i32,
-        /// 1 where the second cache's keys are packed.
+        /// 1 if the second cache's keys are packed, otherwise 0.
         pub is_packed: i32,
     }
 }
 
 abi_struct! {
-    /// Two caches in one softmax, beside the [`FwdParams`] of the first.
+    /// Kernel parameters of two caches in one softmax, which follow the [`FwdParams`] of the first cache.
     pub struct TwoCachesParams {
         /// Parameters of the lists of the first cache's keys.
         pub lists: ListParams,
-        /// Intervals of the first cache.
+        /// Intervals of visible keys of the first cache.
         pub masks: MaskDataParams,
-        /// The second cache.
+        /// Keys of the second cache.
         pub second: KeySetParams,
     }
 }

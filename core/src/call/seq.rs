@@ -42,7 +42,7 @@ impl SeqSpan {
     }
 }
 
-/// How a length, or appended rows, beyond the rows that a sequence has in memory are treated.
+/// How to treat a length that exceeds the rows that a sequence has in memory, or appended rows that do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lying {
     /// The length is clamped to the rows in memory, as kernels do (`fmha/seq.h`, `fmha/update_cache.h`).
@@ -283,7 +283,7 @@ fn check_positions(problem: &FwdProblem, spans: &[SeqSpan], max_pos: u32) -> Res
 
 /// Number of appended rows of each sequence, and their places.
 struct NewRows {
-    /// `cu_seqlens_new`, where new rows are packed.
+    /// Offsets `cu_seqlens_new`, if new rows are packed.
     cu: Option<Vec<i32>>,
     seqlen_new: u32,
     total: u32,

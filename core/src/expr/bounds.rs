@@ -3,7 +3,7 @@
 //! are empty.
 //!
 //! Intervals hold what f32 and f64 evaluations give: an end of a float moves outward by more than f32 rounds. They
-//! never leave a value out; they may have some that no pair has.
+//! never leave a value out, but may include values that no pair has.
 
 use std::ops::Range;
 
@@ -11,10 +11,10 @@ use super::Function;
 use super::eval::{Captured, HostTensor, Number, Value, floor_div, floor_mod};
 use super::graph::{Binary, Graph, Node, Type, Unary, Variable};
 
-/// The values that a node may have.
+/// An interval of the values that a node may have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Interval {
-    /// Possible values of a bool.
+    /// The possible values of a bool.
     Bool {
         /// Whether the value may be false.
         no: bool,
@@ -40,7 +40,7 @@ pub enum Interval {
 }
 
 impl Interval {
-    /// Every value of a type.
+    /// The interval of all values of a type.
     #[must_use]
     pub fn all(of: Type) -> Self {
         match of {
@@ -50,7 +50,7 @@ impl Interval {
         }
     }
 
-    /// The interval of one value.
+    /// The interval that holds only this value.
     #[must_use]
     pub fn of(value: Value) -> Self {
         match value {
@@ -87,7 +87,7 @@ impl Interval {
         }
     }
 
-    /// The smallest interval with the values of both.
+    /// The smallest interval that holds the values of both.
     #[must_use]
     pub fn join(self, other: Self) -> Self {
         match (self, other) {
@@ -105,7 +105,7 @@ impl Interval {
     }
 }
 
-/// A tile of pairs of one sequence and head, or of all.
+/// A tile of (query, key) pairs: of one sequence and head, or of ranges of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tile {
     /// Indices of the tile's sequences.
@@ -125,9 +125,9 @@ pub struct Tile {
 /// Part of a tile that a mask shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {
-    /// No pair: the tile costs nothing.
+    /// No pair is visible: the tile costs nothing.
     Nothing,
-    /// Every pair: the tile needs no mask.
+    /// Every pair is visible: the tile needs no mask.
     Everything,
     /// The mask shows some pairs of the tile and hides others, or this is not known.
     Part,
@@ -135,7 +135,7 @@ pub enum Seen {
 
 /// Ranges of the values that a function captures, where they are known. By default only their types are.
 pub trait Ranges {
-    /// Values of a captured number.
+    /// Interval of a captured number; `None` if it is unknown.
     fn number(&self, _capture: usize) -> Option<Interval> {
         None
     }
@@ -162,7 +162,7 @@ impl Ranges for [Captured<'_>] {
 
     fn load(&self, capture: usize, at: &[(i64, i64)]) -> Option<Interval> {
         let Captured::Tensor(tensor) = self.get(capture)? else { return None };
-        // Resolved ranges of each axis: the sign must be one throughout.
+        // Ranges of the indices of each axis after they are resolved: an index range must not contain both signs.
         let mut ranges = [(0u64, 0u64); super::MAX_RANK];
         let mut count = 1u64;
         for (range, (&(lo, hi), &extent)) in ranges.iter_mut().zip(at.iter().zip(tensor.shape)) {
@@ -194,7 +194,7 @@ impl Ranges for [Captured<'_>] {
     }
 }
 
-/// The values of every node over a tile.
+/// Intervals of the values that every node has over a tile.
 #[derive(Clone, Debug)]
 pub struct Bounds(Vec<Interval>);
 
@@ -237,7 +237,7 @@ impl Bounds {
         Self(all)
     }
 
-    /// The values of a node.
+    /// The interval of a node's values.
     #[must_use]
     pub fn of(&self, id: super::Id) -> Interval {
         self.0[id.index()]
@@ -275,7 +275,7 @@ impl Function {
 fn of_variable(variable: Variable, tile: &Tile) -> Interval {
     let range = |range: &Range<u32>| (range.start, range.end.max(1) - 1);
     let (lo, hi) = match variable {
-        // A score may be anything: a NaN of Q too.
+        // A score may have any value, even NaN, since Q may be NaN.
         Variable::Score => return Interval::all(Type::Float),
         Variable::Batch => range(&tile.b),
         Variable::Head => range(&tile.h),
@@ -313,7 +313,8 @@ fn int(corners: &[i128]) -> Interval {
     }
 }
 
-/// Outward by more than some roundings to f32, subnormal numbers that become 0 and numbers that leave f32.
+/// Moves an interval's ends outward, by more than some roundings to f32 change, so that subnormal numbers that become 0
+/// and numbers that overflow f32 are included.
 fn outward(lo: f64, hi: f64, nan: bool) -> Interval {
     const ROUNDING: f64 = 1.0 / (1u32 << 18) as f64;
     const TINY: f64 = 1e-36;
@@ -381,14 +382,14 @@ fn unary(op: Unary, a: Interval) -> Interval {
                 Unary::Erf => monotone(libm::erf),
                 Unary::Sigmoid => monotone(|x| 1.0 / (1.0 + (-x).exp())),
                 Unary::Sqrt | Unary::Rsqrt | Unary::Log | Unary::Log2 => {
-                    // Near 0 from above may be 0 in f32, so what these have at 0 belongs to them.
+                    // A number slightly above 0 may be 0 in f32, so the interval also includes the value at 0.
                     let may_nan = nan || lo < 0.0;
                     let (lo, hi) = (if lo <= 1e-36 { 0.0 } else { lo }, hi.max(0.0));
                     match op {
                         Unary::Sqrt => outward(lo.sqrt(), hi.sqrt(), may_nan),
                         Unary::Log => outward(lo.ln(), hi.ln(), may_nan),
                         Unary::Log2 => outward(lo.log2(), hi.log2(), may_nan),
-                        // -0 has -infinity.
+                        // The logarithm of -0 is -infinity.
                         _ if lo == 0.0 => outward(f64::NEG_INFINITY, f64::INFINITY, may_nan),
                         _ => outward(1.0 / hi.sqrt(), 1.0 / lo.sqrt(), may_nan),
                     }
@@ -458,7 +459,7 @@ fn binary_int(op: Binary, a: (i64, i64), b: (i64, i64)) -> Interval {
             if a.0 == i64::MIN && b.0 <= -1 && b.1 >= -1 {
                 return Interval::all(Type::Int);
             }
-            // Monotone in each operand where the divisor has one sign.
+            // The quotient is monotone in each operand if the divisor has one sign.
             let mut found = vec![];
             if b.0 <= 0 && b.1 >= 0 {
                 found.push(0);
@@ -510,7 +511,7 @@ fn binary_float(op: Binary, a: (f64, f64), b: (f64, f64), nan: bool) -> Interval
         outward(lo, hi, nan)
     };
     match op {
-        // An end of two infinities is NaN, which is everything.
+        // The sum of two opposite infinities is NaN, so the interval holds everything.
         Binary::Add => outward(a.0 + b.0, a.1 + b.1, nan || !bounded_a && !bounded_b),
         Binary::Sub => outward(a.0 - b.1, a.1 - b.0, nan || !bounded_a && !bounded_b),
         Binary::Mul if bounded_a && bounded_b => corners(|a, b| a * b, nan),
@@ -518,7 +519,7 @@ fn binary_float(op: Binary, a: (f64, f64), b: (f64, f64), nan: bool) -> Interval
             Interval::Float { lo, hi, nan } => Interval::Float { lo: lo.min(0.0), hi: hi.max(0.0), nan },
             other => other,
         },
-        // Away from 0 by more than what may round to 0.
+        // The divisor must be farther from 0 than any number that may round to 0.
         Binary::Div if bounded_a && bounded_b && (b.0 > 1e-36 || b.1 < -1e-36) => corners(|a, b| a / b, nan),
         Binary::Mod if bounded_a && bounded_b && (b.0 > 1e-36 || b.1 < -1e-36) => {
             outward(b.0.min(0.0), b.1.max(0.0), nan)
@@ -527,7 +528,8 @@ fn binary_float(op: Binary, a: (f64, f64), b: (f64, f64), nan: bool) -> Interval
             let of = |x: f64, y: f64| if op == Binary::Min { x.min(y) } else { x.max(y) };
             Interval::Float { lo: of(a.0, b.0), hi: of(a.1, b.1), nan }
         }
-        // Monotone in each operand where the base is not below 1e-36: the exponent's sign decides the base's direction.
+        // The power is monotone in each operand if the base is at least 1e-36; the exponent's sign decides the
+        // direction.
         Binary::Pow if bounded_a && bounded_b && a.0 > 1e-36 => corners(f64::powf, nan),
         _ => Interval::all(Type::Float),
     }

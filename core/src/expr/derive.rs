@@ -7,14 +7,14 @@
 use super::Function;
 use super::graph::{Binary, Graph, Id, Node, Type, Unary, Variable};
 
-/// Derivative of the score by an element that it reads.
+/// The derivative of the score with respect to an element that it reads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CaptureSlope {
     /// Index of the captured tensor or number among [`Graph::captures`].
     pub capture: usize,
     /// The element's indices; none of a captured number.
     pub at: Vec<Id>,
-    /// The derivative of the score in that element.
+    /// The node that is the derivative of the score with respect to that element.
     pub slope: Id,
 }
 
@@ -23,7 +23,7 @@ pub struct CaptureSlope {
 pub struct Slopes {
     /// Graph of all expressions. Captured tensors and numbers keep the names that they have in the function.
     pub graph: Graph,
-    /// `d score / d s`.
+    /// The node of the derivative `d score / d s`.
     pub score: Id,
     /// One for each float number that is captured, and for each float element that is read.
     pub captures: Vec<CaptureSlope>,
@@ -63,7 +63,7 @@ impl Function {
 }
 
 impl Slopes {
-    /// Without the nodes that nothing needs.
+    /// The graph without nodes that nothing uses.
     fn pruned(self) -> Self {
         let mut roots = vec![self.score];
         for capture in &self.captures {
@@ -72,7 +72,7 @@ impl Slopes {
         }
         let names: Vec<String> = self.graph.captures().iter().map(|capture| capture.name.clone()).collect();
         let mut graph = Graph::default();
-        // Every capture keeps its place, those too that only the score reads.
+        // Every capture keeps its index, even if only the score reads it.
         for capture in self.graph.captures() {
             let known = graph.capture(&capture.name, capture.kind);
             debug_assert!(known.is_ok(), "{names:?} have one kind each");
@@ -92,7 +92,7 @@ impl Slopes {
 
 struct Walk {
     graph: Graph,
-    /// The derivative of the score in each node, as far as it is known.
+    /// For each node, the derivative of the score with respect to the node, as far as it is known.
     above: Vec<Option<Id>>,
 }
 
@@ -105,7 +105,7 @@ impl Walk {
     }
 
     fn f(&mut self, op: Unary, a: Id) -> Id {
-        // Operands are floats, which every operation here takes.
+        // All operations here have float operands.
         self.graph.add(Node::Unary(op, a), Type::Float)
     }
 
@@ -129,7 +129,7 @@ impl Walk {
         }
     }
 
-    /// `above * slope`, 0 where `above` is.
+    /// The product `above * slope`, which is 0 if `above` is 0.
     fn times(&mut self, above: Id, slope: Id) -> Id {
         match (self.constant(above), self.constant(slope)) {
             (Some(0.0), _) => self.graph.float(0.0),
@@ -160,7 +160,7 @@ impl Walk {
         self.add(to, term);
     }
 
-    /// Adds `above` times the node's own derivatives to what its operands have.
+    /// Adds the contribution of a node to the derivatives of its operands: `above` times the node's own derivatives.
     fn down(&mut self, at: Id, node: &Node, above: Id) {
         let one = self.graph.float(1.0);
         let zero = self.graph.float(0.0);
@@ -263,7 +263,7 @@ impl Walk {
                 self.negated(sin)
             }
             Unary::Tanh => {
-                // (1 - t)(1 + t) keeps the small slopes that 1 - t^2 would cancel away.
+                // The form (1 - t)(1 + t) keeps small slopes, for which 1 - t^2 would lose digits.
                 let (less, more) = (self.g(Binary::Sub, one, at), self.g(Binary::Add, one, at));
                 self.g(Binary::Mul, less, more)
             }
@@ -290,7 +290,7 @@ impl Walk {
                 let ratio = self.g(Binary::Div, at, x);
                 self.scaled(-0.5, ratio)
             }
-            // Step functions: their slope is 0 wherever it exists.
+            // The slope of a step function is 0 wherever it exists.
             Unary::Sign | Unary::Floor | Unary::Ceil | Unary::Round | Unary::Not | Unary::BitNot => return,
         };
         let term = self.times(above, slope);

@@ -17,9 +17,9 @@ use super::bounds::{Bounds, Interval, Tile};
 use super::graph::{Binary, CaptureKind, Graph, Id, Node, Type, Unary, Variable};
 use super::{Function, Slopes};
 
-/// Functions that printed text calls, in namespace `fmha::expr`; it stands once in a translation unit, before the text,
-/// and wants `FMHA_EXPR` defined as what a function is declared with (`__device__ inline`, `static inline`) and the
-/// mathematics of `<cmath>`.
+/// Functions that printed text calls, in namespace `fmha::expr`; a translation unit includes it once, before the
+/// printed text. It needs the functions of `<cmath>`, and a definition of the macro `FMHA_EXPR`, the qualifiers of a
+/// function (`__device__ inline`, `static inline`).
 pub const DEVICE_PRELUDE: &str = r"namespace fmha { namespace expr {
 typedef long long i64;
 typedef unsigned long long u64;
@@ -69,7 +69,8 @@ FMHA_EXPR float mod(float a, float b) {
   return (rest != 0.f && (rest < 0.f) != (b < 0.f)) ? rest + b : rest;
 }
 // a / c of a constant c whose reciprocal rounds to `inverse`: the quotient that rounding leaves, put right by the exact
-// rest (Markstein, 1990). As a / c down to an a of 2^-100, and without the branch that a division has for each element.
+// rest (Markstein, 1990). The result equals a / c for |a| of 2^-100 and more, and there is no branch for each element
+// as in a division.
 FMHA_EXPR float div_by(float a, float c, float inverse) {
   const float near = a * inverse, rest = fmaf(-near, c, a), right = fmaf(rest, inverse, near);
   return rest != 0.f && right == right ? right : near;
@@ -96,8 +97,8 @@ FMHA_EXPR unsigned index(int i, unsigned extent) {
 ";
 
 impl Function {
-    /// The function as `template <class Pair> .. float score(const Pair& pair, float s)`, or, of a mask,
-    /// `bool visible(const Pair& pair)`, after [`DEVICE_PRELUDE`]. What is not a name of C++ is none of the text's.
+    /// The function as `template <class Pair> .. float score(const Pair& pair, float s)`, or, of a mask, `bool
+    /// visible(const Pair& pair)`, after [`DEVICE_PRELUDE`]. Names of captures do not occur in the text.
     #[must_use]
     pub fn device_text(&self) -> String {
         let (signature, value) = if self.is_mask() {
@@ -119,15 +120,15 @@ impl Function {
 
 impl Slopes {
     /// The derivative through the score as `template <class Pair> .. float slope(const Pair& pair, float s)`, and,
-    /// where captured floats have one, `void slopes(const Pair& pair, float s, Add&& add)`, which calls
-    /// `add(i, at, value)` for each element that is read: its capture, its resolved indices (null of a number) and the
-    /// derivative of the score in it.
+    /// where captured floats have one, `void slopes(const Pair& pair, float s, Add&& add)`, which calls `add(i, at,
+    /// value)` for each element that is read: its capture, its resolved indices (null for a number) and the derivative
+    /// of the score with respect to it.
     #[must_use]
     pub fn device_text(&self) -> String {
         let one = |roots: &[Id]| self.graph.extract(roots).ok();
         let mut out = String::new();
         if let Some((_, roots)) = one(&[self.score]) {
-            // Printed from the graph with all captures, so that they keep their places.
+            // The text is printed from the graph with all captures, so that each capture keeps its index.
             let used = Used::of(&self.graph, &[self.score]);
             debug_assert_eq!(roots.len(), 1);
             out += &header("float slope(const Pair& pair, float s)", &Reads::of_used(&self.graph, &used));
@@ -162,13 +163,13 @@ impl Slopes {
     }
 }
 
-/// Parameters that a body reads: the compiler warns of others.
+/// Which parameters a body reads. Compilers warn of unused ones.
 struct Reads {
     pair: bool,
     score: bool,
 }
 
-/// Nodes that a body needs.
+/// For each node, whether a body needs it.
 struct Used(Vec<bool>);
 
 impl Used {
@@ -227,13 +228,13 @@ fn indices(capture: u32, at: &[Id], names: &[String], widths: &Widths) -> String
     at.iter().enumerate().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// How an integer is computed. The language has 64 bits, which are several instructions on a GPU where 32 bits are one:
-/// what always fits these is computed in them.
+/// Width in which an integer is computed. The language has 64-bit integers, which take several instructions on a GPU;
+/// values that always fit 32 bits are computed in 32.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Width {
     Wide,
     Narrow,
-    /// Narrow, and never negative.
+    /// 32 bits, and never negative.
     FromZero,
 }
 
@@ -242,7 +243,7 @@ struct Widths(Vec<Width>);
 
 impl Widths {
     fn new(graph: &Graph) -> Self {
-        // A pair has numbers of 32 bits from 0 up, those behind the lengths too.
+        // A pair's numbers have 32 bits and are not negative, even beyond the lengths.
         let (any, length) = (0..u32::try_from(i32::MAX).unwrap_or(0) + 1, (0, i32::MAX.unsigned_abs()));
         let tile = Tile {
             b: any.clone(),
@@ -272,7 +273,7 @@ impl Widths {
     }
 }
 
-/// A line for each node that is no leaf; the names of all.
+/// Writes a line for each node that is no leaf; returns the names of all nodes.
 fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(graph.nodes().len());
     let mut lines = 0;
@@ -284,7 +285,7 @@ fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
         }
         let kind = graph.type_of(Id(at as u32));
         let width = widths.0[at];
-        // An integer is computed in 32 bits where it and all that it is made of fit.
+        // An integer is computed in 32 bits if it and all its operands fit 32 bits.
         let mut all_narrow = width != Width::Wide;
         node.operands(|id| all_narrow &= graph.type_of(id) != Type::Int || !widths.is_wide(id));
         let is_int = kind == Type::Int;
@@ -363,7 +364,7 @@ fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
     names
 }
 
-/// A constant, as decimals that round to it.
+/// Text of a constant: decimals that round to it.
 fn float(bits: u32) -> String {
     let value = f32::from_bits(bits);
     if value.is_nan() {
@@ -375,7 +376,7 @@ fn float(bits: u32) -> String {
     }
 }
 
-/// A constant divisor that, as its reciprocal, is far from the ends of f32.
+/// The constant divisor, if it and its reciprocal are far from the limits of f32.
 fn divisor(graph: &Graph, b: Id) -> Option<f32> {
     const FAR: f32 = 1e30;
     match graph.nodes()[b.index()] {
@@ -389,7 +390,7 @@ fn is_unsigned_quotient(graph: &Graph, widths: &Widths, a: Id, b: Id) -> bool {
     widths.of(a) == Width::FromZero && matches!(graph.nodes()[b.index()], Node::Int(1..))
 }
 
-/// `narrow`: integers are of 32 bits, and so is the result.
+/// Text of an operation on one operand. `narrow`: integers have 32 bits, and so has the result.
 fn unary(op: Unary, kind: Type, narrow: bool, a: &str) -> String {
     let of = |name: &str| format!("{name}({a})");
     match (op, kind) {
@@ -419,7 +420,7 @@ fn unary(op: Unary, kind: Type, narrow: bool, a: &str) -> String {
     }
 }
 
-/// `narrow`: as [`unary`] takes it.
+/// Text of an operation on two operands. `narrow`: integers have 32 bits, and so has the result.
 fn binary(op: Binary, operands: Type, narrow: bool, a: &str, b: &str) -> String {
     let infix = |op: &str| format!("{a} {op} {b}");
     let call = |name: &str| format!("{name}({a}, {b})");

@@ -1,5 +1,5 @@
 //! Bounds of a mask over a tile, as C++ that g++, NVRTC and clang compile: [`bounds`](super::bounds) of integers and
-//! bools, for kernels that class tiles. Floats are not bounded here: what compares them may be either.
+//! bools, for kernels that classify tiles. Floats are not bounded here: a comparison of floats may be true or false.
 //!
 //! The text is a template over a `Tile`, which a kernel writes:
 //!
@@ -15,8 +15,8 @@ use std::fmt::Write as _;
 use super::Function;
 use super::graph::{Binary, Graph, Id, Node, Type, Unary, Variable};
 
-/// Functions that printed bounds call, after [`DEVICE_PRELUDE`](super::DEVICE_PRELUDE). A bool is 0 to 1. Ends beyond
-/// 2^31 are not computed with: what they lead to may be anything, so that nothing here wraps.
+/// Functions that printed bounds call, after [`DEVICE_PRELUDE`](super::DEVICE_PRELUDE). A bool is an integer from 0 to
+/// 1. Ends beyond 2^31 are treated as unknown, so that no computation here wraps.
 pub const BOUNDS_PRELUDE: &str = r"namespace fmha { namespace expr {
 struct Bound {
   i64 lo, hi;
@@ -90,7 +90,7 @@ FMHA_EXPR Bound shr(Bound a, Bound b) {
   if (b.lo < 0 || b.hi > 63) return any();
   return {expr::min(a.lo >> b.lo, a.lo >> b.hi), expr::max(a.hi >> b.lo, a.hi >> b.hi)};
 }
-// A truth, by whether it may be one and may be none.
+// Bounds of a bool that may be true if `yes`, and may be false if `no`.
 FMHA_EXPR Bound either(bool yes, bool no) { return {no ? 0 : 1, yes ? 1 : 0}; }
 FMHA_EXPR Bound lt(Bound a, Bound b) { return either(a.lo < b.hi, a.hi >= b.lo); }
 FMHA_EXPR Bound le(Bound a, Bound b) { return either(a.lo <= b.hi, a.hi > b.lo); }
@@ -140,7 +140,7 @@ impl Function {
     }
 }
 
-/// The bound of a node. `at`: its place, for what has a line of its own.
+/// Text of the bound of a node. `at` is the node's index, by which it is named.
 fn bound(
     graph: &Graph,
     node: &Node,

@@ -1,4 +1,4 @@
-//! Drawn functions, for tests: a seed is a function.
+//! Random functions for tests; a seed determines the function.
 
 use super::graph::{Binary, CaptureKind, Graph, Id, Stored, Type, Unary, Variable};
 use super::{ExprError, Function};
@@ -9,13 +9,13 @@ use super::{ExprError, Function};
 pub struct Draw(u64);
 
 impl Draw {
-    /// The numbers of a seed.
+    /// The generator for a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 bits.
+    /// The next 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -24,17 +24,17 @@ impl Draw {
         z ^ (z >> 31)
     }
 
-    /// A number below `count`, which is not 0.
+    /// A random number below `count`, which is not 0.
     pub fn below(&mut self, count: usize) -> usize {
         (self.bits() % count as u64) as usize
     }
 
-    /// A number in -1..1.
+    /// A random number in -1..1.
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
 
-    /// Draws an element of `all`.
+    /// A random element of `all`.
     pub fn of<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.below(all.len())]
     }
@@ -51,8 +51,8 @@ pub enum Kind {
     Bare,
 }
 
-/// A captured tensor of every drawn function: name, type, and which pair's place each axis is read by in tame
-/// functions.
+/// A captured tensor of every drawn function: names, types, and by which position of the pair tame functions index
+/// their axes.
 pub const CAPTURED: [(&str, Stored, usize); 5] = [
     ("slopes", Stored::F32, 1),
     ("table", Stored::Bf16, 2),
@@ -64,10 +64,10 @@ pub const CAPTURED: [(&str, Stored, usize); 5] = [
 /// The captured numbers of drawn functions.
 pub const NUMBERS: [(&str, Type); 2] = [("rate", Type::Float), ("shift", Type::Int)];
 
-/// The score of a seed.
+/// The random score of a seed.
 ///
 /// # Errors
-/// None that a drawn function has.
+/// None occurs for a random function.
 pub fn score(seed: u64, kind: Kind) -> Result<Function, ExprError> {
     let mut drawing = Drawing { graph: Graph::default(), draw: Draw::new(seed), kind, is_mask: false };
     let root = match kind {
@@ -85,10 +85,10 @@ pub fn score(seed: u64, kind: Kind) -> Result<Function, ExprError> {
     Function::of(&drawing.graph, root)
 }
 
-/// The mask of a seed.
+/// The random mask of a seed.
 ///
 /// # Errors
-/// None that a drawn function has.
+/// None occurs for a random function.
 pub fn mask(seed: u64, kind: Kind) -> Result<Function, ExprError> {
     let mut drawing = Drawing { graph: Graph::default(), draw: Draw::new(seed), kind, is_mask: true };
     let root = drawing.bool(3, false)?;
@@ -187,7 +187,7 @@ impl Drawing {
                 self.graph.binary(op, a, b)
             }
             4..=7 => {
-                // The last two are no float's.
+                // The last two operations do not apply to floats.
                 let op = self.draw.of(&Unary::ALL[..18]);
                 let a = self.float(less)?;
                 self.graph.unary(op, a)
@@ -208,7 +208,7 @@ impl Drawing {
         }
     }
 
-    /// A float between about -1 and 1 that is smooth enough in the score.
+    /// A random float between about -1 and 1 that changes smoothly with the score.
     fn bounded(&mut self, depth: usize) -> Drawn {
         if depth == 0 {
             return match self.draw.below(5) {
@@ -349,7 +349,7 @@ impl Drawing {
         }
     }
 
-    /// A bool; of floats too where `with_floats`, which may read the score.
+    /// A random bool. `with_floats`: it may compare floats, which may depend on the score.
     fn bool(&mut self, depth: usize, with_floats: bool) -> Drawn {
         const COMPARISONS: [Binary; 6] =
             [Binary::Lt, Binary::Le, Binary::Gt, Binary::Ge, Binary::Eq, Binary::Ne];

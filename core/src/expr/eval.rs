@@ -1,4 +1,4 @@
-//! The value of a function at one pair: what everything else is held to.
+//! Evaluates a function at one pair. All other implementations are compared with this one.
 
 use super::Function;
 use super::graph::{Binary, Graph, Node, Stored, Type, Unary, Variable};
@@ -25,12 +25,12 @@ impl Value {
         }
     }
 
-    /// The number that an integer is.
+    /// The value as an integer.
     #[must_use]
     pub fn int(self) -> i64 {
         match self {
             Value::Int(value) => value,
-            // `as` cuts the fraction and saturates, NaN to 0.
+            // The conversion `as` drops the fraction and saturates; NaN becomes 0.
             Value::Float(value) => value as i64,
             Value::Bool(value) => i64::from(value),
         }
@@ -63,14 +63,15 @@ pub struct HostTensor<'a> {
     pub bytes: &'a [u8],
     /// The type of an element.
     pub stored: Stored,
-    /// Extents, one at least each.
+    /// Extents of the axes, each at least one.
     pub shape: &'a [u32],
-    /// Elements from an index to the next.
+    /// Strides in elements, for each axis.
     pub strides: &'a [i64],
 }
 
 impl HostTensor<'_> {
-    /// An index of an axis of `extent`: a negative one counts from the end once, then it is clamped.
+    /// Resolves an index of an axis with `extent` elements: a negative index counts from the end, then the index is
+    /// clamped.
     #[must_use]
     pub fn resolved(index: i64, extent: u32) -> u64 {
         let extent = i64::from(extent);
@@ -78,7 +79,7 @@ impl HostTensor<'_> {
         index.clamp(0, (extent - 1).max(0)).unsigned_abs()
     }
 
-    /// The place of the element at these indices, in elements.
+    /// Offset of the element at these indices, in elements.
     #[must_use]
     pub fn offset(&self, at: impl Iterator<Item = i64>) -> i64 {
         at.zip(self.shape.iter().zip(self.strides))
@@ -86,7 +87,7 @@ impl HostTensor<'_> {
             .sum()
     }
 
-    /// The element at this place, which [`offset`](Self::offset) gave.
+    /// The element at this offset, which [`offset`](Self::offset) computed.
     #[must_use]
     #[inline]
     pub fn read(&self, offset: i64) -> Value {
@@ -119,26 +120,26 @@ pub enum Captured<'a> {
 pub struct Pair {
     /// The scaled, descaled score; not read by a mask.
     pub score: f64,
-    /// The sequence.
+    /// Number of the sequence.
     pub b: u32,
-    /// The query head.
+    /// Number of the query head.
     pub h: u32,
-    /// The row's place among its sequence's queries.
+    /// Position of the query in its sequence.
     pub q: u32,
-    /// The key's place among its sequence's keys.
+    /// Position of the key in its sequence.
     pub k: u32,
-    /// The queries of the sequence.
+    /// Number of queries of the sequence.
     pub seqlen_q: u32,
-    /// The keys of the sequence.
+    /// Number of keys of the sequence.
     pub seqlen_k: u32,
 }
 
 /// Arithmetic of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
-    /// f64, nothing rounded.
+    /// Results are f64 and not rounded further.
     Exact,
-    /// Each result rounded to f32.
+    /// Each result is rounded to f32.
     F32,
 }
 
@@ -169,7 +170,7 @@ impl super::Slopes {
     }
 }
 
-/// The value of every node.
+/// Computes the value of every node.
 pub(super) fn eval(graph: &Graph, pair: &Pair, captured: &[Captured<'_>], rounding: Rounding) -> Vec<Value> {
     let mut values: Vec<Value> = Vec::with_capacity(graph.nodes().len());
     for node in graph.nodes() {
@@ -233,7 +234,7 @@ pub(super) fn eval(graph: &Graph, pair: &Pair, captured: &[Captured<'_>], roundi
     values
 }
 
-/// An operation on a float.
+/// Result of an operation on a float.
 pub(super) fn unary(op: Unary, x: f64) -> f64 {
     match op {
         Unary::Neg => -x,
@@ -264,7 +265,7 @@ pub(super) fn unary(op: Unary, x: f64) -> f64 {
     }
 }
 
-/// An operation on an integer.
+/// Result of an operation on an integer.
 #[inline]
 pub(super) fn unary_int(op: Unary, x: i64) -> i64 {
     match op {
@@ -276,7 +277,7 @@ pub(super) fn unary_int(op: Unary, x: i64) -> i64 {
     }
 }
 
-/// An operation on two floats.
+/// Result of an operation on two floats.
 pub(super) fn binary(op: Binary, a: f64, b: f64) -> f64 {
     match op {
         Binary::Add => a + b,
@@ -313,7 +314,7 @@ pub(super) fn binary(op: Binary, a: f64, b: f64) -> f64 {
     }
 }
 
-/// An operation on two integers.
+/// Result of an operation on two integers.
 #[inline]
 pub(super) fn binary_int(op: Binary, a: i64, b: i64) -> i64 {
     match op {
@@ -333,7 +334,7 @@ pub(super) fn binary_int(op: Binary, a: i64, b: i64) -> i64 {
     }
 }
 
-/// `a // b`, 0 where b is 0.
+/// The quotient `a // b`, rounded down; 0 if b is 0.
 #[inline]
 pub(super) fn floor_div(a: i64, b: i64) -> i64 {
     if b == 0 {
@@ -343,7 +344,7 @@ pub(super) fn floor_div(a: i64, b: i64) -> i64 {
     a.wrapping_div(b) - i64::from(rest != 0 && (rest < 0) != (b < 0))
 }
 
-/// `a % b` of b's sign, 0 where b is 0.
+/// The remainder `a % b`, with b's sign; 0 if b is 0.
 #[inline]
 pub(super) fn floor_mod(a: i64, b: i64) -> i64 {
     if b == 0 {
@@ -353,7 +354,7 @@ pub(super) fn floor_mod(a: i64, b: i64) -> i64 {
     if rest != 0 && (rest < 0) != (b < 0) { rest + b } else { rest }
 }
 
-/// A comparison.
+/// Result of a comparison.
 #[inline]
 pub(super) fn compare<T: Copy + PartialOrd>(op: Binary, a: T, b: T) -> bool {
     match op {

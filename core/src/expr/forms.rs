@@ -1,8 +1,8 @@
 //! Parts of functions that have a meaning of their own: bands of a mask; scale, soft-cap and ALiBi of a score.
 //!
-//! Each is recognised by what it computes, and nothing by its name: [`Function::bands`] and [`Function::score_form`]
-//! give what kernels have built in, and leave everything else a function. Captured numbers count where their values are
-//! given: a plan does not know them.
+//! Each is recognised by what it computes, never by a name: [`Function::bands`] and [`Function::score_form`] return the
+//! parts for which kernels have a built-in feature, and leave the rest as a function. Captured numbers count where
+//! their values are given: a plan does not know them.
 
 use super::eval::{Number, floor_div};
 use super::graph::{Binary, CaptureKind, Graph, Id, Node, Stored, Type, Unary, Variable};
@@ -26,7 +26,7 @@ impl Limits {
         self == Self::default()
     }
 
-    /// Limits of the distances that both show: the greater of the lower ends, the smaller of the upper ends.
+    /// Limits that hold if both do: the greater of the lower ends, the smaller of the upper ends.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         let both = |a: Option<i64>, b: Option<i64>, of: fn(i64, i64) -> i64| match (a, b) {
@@ -36,30 +36,30 @@ impl Limits {
         Self { lo: both(self.lo, other.lo, i64::max), hi: both(self.hi, other.hi, i64::min) }
     }
 
-    /// Limits of a distance that is greater by `by`.
+    /// The limits of a distance that is greater by `by`.
     #[must_use]
     pub fn moved(self, by: i64) -> Self {
         Self { lo: self.lo.map(|lo| lo.saturating_add(by)), hi: self.hi.map(|hi| hi.saturating_add(by)) }
     }
 }
 
-/// A mask as a band and the rest of it: a pair is seen iff all of them show it.
+/// A mask divided into bands and a rest: a pair is visible iff all of them show it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bands {
     /// Limits of a key's distance from the diagonal that starts at the first key.
     pub top_left: Limits,
     /// Limits of a key's distance from the diagonal that ends at the last key.
     pub bottom_right: Limits,
-    /// Function of what is no bound; `None`: nothing is left.
+    /// The rest of the mask, which is no band; `None` if nothing is left.
     pub rest: Option<Function>,
 }
 
-/// A score that kernels have built in: `softcap(factor * s)`, and the slopes' term.
+/// A score that kernels have as a built-in feature: `softcap(factor * s)` plus ALiBi's term.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScoreForm {
-    /// Factor of the scaled score.
+    /// Factor by which the scaled score is multiplied.
     pub factor: f64,
-    /// `softcap * tanh(x / softcap)` of that.
+    /// Cap of the soft-cap `softcap * tanh(x / softcap)` of that product; `None`: no soft-cap.
     pub softcap: Option<f32>,
     /// ALiBi's term, which is added to the score.
     pub alibi: Option<AlibiTerm>,
@@ -70,22 +70,23 @@ pub struct ScoreForm {
 pub struct AlibiTerm {
     /// Index of the slopes tensor among the function's captures; its elements are f32.
     pub capture: usize,
-    /// Whether it is read by sequence and head; else by head.
+    /// Whether slopes are indexed by sequence and head; otherwise by head alone.
     pub per_batch: bool,
     /// Distance of the pair.
     pub distance: Distance,
 }
 
-/// Distance that a pair's slope is multiplied by.
+/// The distance by which a pair's slope is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Distance {
-    /// `q - k`, below 0 beyond the diagonal.
+    /// The distance `q - k`, which is negative beyond the diagonal.
     Signed(MaskAlign),
-    /// `|q - k|`.
+    /// The distance `|q - k|`.
     Absolute(MaskAlign),
 }
 
-/// `q`, `k` and lengths times whole numbers, and a whole number. Below what wraps, whatever the lengths.
+/// A sum of `q`, `k` and lengths, each times an integer, and an integer. It is so small that it cannot wrap, whatever
+/// the lengths.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Linear {
     q: i64,
@@ -131,7 +132,7 @@ impl Linear {
         (self == Self { rest: self.rest, ..Self::default() }).then_some(self.rest)
     }
 
-    /// `factor * x + rest`, with x the distance to a diagonal.
+    /// The form `factor * x + rest`, where x is the distance to a diagonal.
     fn of_distance(self) -> Option<(i64, MaskAlign)> {
         let Self { q, k, seqlen_q, seqlen_k, .. } = self;
         match (k, q + k, seqlen_k, seqlen_q) {
@@ -145,20 +146,20 @@ impl Linear {
     }
 }
 
-/// Known facts of a graph's nodes, each from its operands'.
+/// Known facts of a graph's nodes; each fact follows from those of the node's operands.
 struct Forms<'a> {
     graph: &'a Graph,
     linear: Vec<Option<Linear>>,
-    /// Floats that depend on nothing.
+    /// Values of floats that are constants.
     constant: Vec<Option<f64>>,
-    /// Factors of the score, of nodes that are a multiple of it.
+    /// Factors of nodes that are multiples of the score.
     scaled: Vec<Option<f64>>,
     /// Whether a captured number is in it.
     has_number: Vec<bool>,
 }
 
 impl<'a> Forms<'a> {
-    /// `numbers`: one for each capture, where it is a number that is known.
+    /// Collects the facts of a graph. `numbers` has one entry for each capture: its value, if it is a number and known.
     fn new(graph: &'a Graph, numbers: &[Option<Number>]) -> Self {
         let mut forms = Self { graph, linear: vec![], constant: vec![], scaled: vec![], has_number: vec![] };
         let number = |at: u32| numbers.get(at as usize).copied().flatten();
@@ -171,7 +172,7 @@ impl<'a> Forms<'a> {
                     _ => None,
                 },
                 (Node::Cast(Type::Float, a), _) => {
-                    // A whole number that f32 rounds is another one.
+                    // An integer that f32 cannot represent changes its value when it is converted.
                     let whole = forms.linear[a.index()].and_then(Linear::as_whole);
                     whole.filter(|whole| whole.abs() <= 1 << 24).map(|whole| whole as f64)
                 }
@@ -232,7 +233,7 @@ impl<'a> Forms<'a> {
         }
     }
 
-    /// The nodes that are all true, or all false where the second is false, exactly where the mask is true.
+    /// Nodes of which the mask is the conjunction, each with the value (true or false) that it must have.
     fn conjuncts(&self, root: Id) -> Vec<(Id, bool)> {
         let mut seen = vec![[false; 2]; self.graph.nodes().len()];
         let (mut all, mut stack) = (vec![], vec![(root, true)]);
@@ -285,7 +286,7 @@ impl<'a> Forms<'a> {
         Some((upper.and(lower), align))
     }
 
-    /// A softened or plain multiple of the score.
+    /// A node as a soft-capped or plain multiple of the score.
     fn softened(&self, id: Id) -> Option<ScoreForm> {
         if let Some(factor) = self.scaled[id.index()] {
             return Some(ScoreForm { factor, softcap: None, alibi: None });
@@ -343,7 +344,7 @@ impl<'a> Forms<'a> {
         match *self.graph.node(id) {
             Node::Cast(Type::Float, whole) => match *self.graph.node(whole) {
                 Node::Unary(Unary::Abs, x) => Some((sign, Distance::Absolute(align_of(x)?.1))),
-                // Keys less queries: the sign is the other one.
+                // The distance is keys minus queries, so the sign is reversed.
                 _ => align_of(whole).map(|(factor, align)| (-sign * factor, Distance::Signed(align))),
             },
             Node::Unary(Unary::Abs, x) => match *self.graph.node(x) {
@@ -373,7 +374,7 @@ fn limits(less: Linear, op: Binary) -> Option<(Limits, MaskAlign)> {
     Some((limits, align))
 }
 
-/// The comparison that is true where this one is false, of integers.
+/// The integer comparison that is true where `op` is false.
 fn opposite(op: Binary) -> Option<Binary> {
     Some(match op {
         Binary::Lt => Binary::Ge,
@@ -386,7 +387,7 @@ fn opposite(op: Binary) -> Option<Binary> {
     })
 }
 
-/// The comparison with its sides exchanged.
+/// The comparison with its two sides exchanged.
 fn mirrored(op: Binary) -> Binary {
     match op {
         Binary::Lt => Binary::Gt,
@@ -398,8 +399,8 @@ fn mirrored(op: Binary) -> Binary {
 }
 
 impl Function {
-    /// The mask as bounds of diagonals that `takes` has and the rest of it; `None` for a score, and where no bound is
-    /// found. `numbers`: values of captures that are numbers, in their order, where they are known.
+    /// Divides the mask into bounds of diagonals that `takes` accepts, and a rest; `None` for a score, and where no
+    /// bound is found. `numbers`: values of captures that are numbers, in their order, where they are known.
     #[must_use]
     pub fn bands(&self, takes: impl Fn(MaskAlign) -> bool, numbers: &[Option<Number>]) -> Option<Bands> {
         if !self.is_mask() {
@@ -422,7 +423,7 @@ impl Function {
         Some(Bands { top_left, bottom_right, rest })
     }
 
-    /// The mask that is true where all of these are, or are false.
+    /// The mask that is true where each of these nodes has the given value.
     fn all_of(&self, parts: &[(Id, bool)]) -> Result<Self, ExprError> {
         let mut graph = Graph::default();
         let mut all: Option<Id> = None;
@@ -443,8 +444,8 @@ impl Function {
         Self::of(&graph, root)
     }
 
-    /// The score as what kernels have built in; `None` for a mask, and for a score that is more. `numbers` as in
-    /// [`bands`](Self::bands).
+    /// The score in the form that kernels have as a built-in feature; `None` for a mask, and for a score of another
+    /// form. `numbers` as in [`bands`](Self::bands).
     #[must_use]
     pub fn score_form(&self, numbers: &[Option<Number>]) -> Option<ScoreForm> {
         if self.is_mask() {
@@ -456,7 +457,7 @@ impl Function {
             Node::Binary(op @ (Binary::Add | Binary::Sub), a, b) => {
                 let of = |score: Id, term: Id, sign: i64| {
                     let (form, (factor, term)) = (forms.softened(score)?, forms.slope_term(term)?);
-                    // ALiBi takes the distance off.
+                    // ALiBi subtracts the distance times the slope.
                     (sign * factor == -1).then_some(ScoreForm { alibi: Some(term), ..form })
                 };
                 let sign = if op == Binary::Add { 1 } else { -1 };
@@ -467,8 +468,8 @@ impl Function {
         (form.factor.is_normal() && form.factor > 0.0).then_some(form)
     }
 
-    /// The function with captured numbers as constants in those parts that kernels have built in, and in no others;
-    /// `None` where no part reads a number. `numbers`: one for each capture, `None` of tensors.
+    /// The function with captured numbers as constants in those parts that kernels have as built-in features, and in no
+    /// others; `None` where no part reads a number. `numbers`: one for each capture, `None` of tensors.
     ///
     /// # Errors
     /// None that a function has which is one already.
@@ -485,7 +486,7 @@ impl Function {
             };
         }
         let parts = forms.conjuncts(self.root());
-        // One diagonal: of lengths that a call brings, a plan has one.
+        // All bounds must refer to one diagonal: a plan does not know the lengths that a call brings.
         let has_top_left = parts.iter().any(|&(id, is_true)| {
             forms.limits(id, is_true).is_some_and(|(_, align)| align == MaskAlign::TopLeft)
         });
@@ -512,7 +513,7 @@ impl Function {
         }
     }
 
-    /// The value of a node, with these numbers as constants.
+    /// The value of a node if captures have these numbers.
     fn given(&self, root: Id, numbers: &[Option<Number>]) -> Result<Self, ExprError> {
         let (mut graph, mut places) = (Graph::default(), vec![]);
         for (at, node) in self.graph().nodes().iter().enumerate() {

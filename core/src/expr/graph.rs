@@ -1,4 +1,4 @@
-//! The graph of an expression: nodes with types, each node once.
+//! The graph of an expression: typed nodes, in which equal nodes occur only once.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -29,17 +29,17 @@ impl fmt::Display for Type {
 /// Element type of a tensor that a function captures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Stored {
-    /// f32.
+    /// Elements of type f32.
     F32,
-    /// f16.
+    /// Elements of type f16.
     F16,
-    /// bf16.
+    /// Elements of type bf16.
     Bf16,
-    /// i32.
+    /// Elements of type i32.
     I32,
-    /// i64.
+    /// Elements of type i64.
     I64,
-    /// A byte, true iff it is not 0.
+    /// Elements of one byte, true iff it is not 0.
     Bool,
 }
 
@@ -61,7 +61,7 @@ impl Stored {
         }
     }
 
-    /// The type of a value that is read.
+    /// The type of an element's value in an expression.
     #[must_use]
     pub fn value_type(self) -> Type {
         match self {
@@ -127,7 +127,7 @@ impl fmt::Display for CaptureKind {
 /// Most axes of a tensor that a function captures.
 pub const MAX_RANK: usize = 5;
 
-/// Something that a function reads, by name.
+/// An input that a function reads by name: a captured number or tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Capture {
     /// The name: a letter, then letters, digits and `_`.
@@ -141,17 +141,17 @@ pub struct Capture {
 pub enum Variable {
     /// The scaled, descaled score; f32.
     Score,
-    /// The sequence.
+    /// Number of the sequence.
     Batch,
-    /// The query head.
+    /// Number of the query head.
     Head,
-    /// The row's place among the queries of its sequence, from 0.
+    /// Position of the query in its sequence, from 0.
     Query,
-    /// The key's place among the keys of its sequence, from 0.
+    /// Position of the key in its sequence, from 0.
     Key,
-    /// The number of queries of the sequence.
+    /// Number of queries of the sequence.
     SeqlenQ,
-    /// The number of keys of the sequence, appended ones too.
+    /// Number of keys of the sequence, including appended ones.
     SeqlenK,
 }
 
@@ -181,7 +181,7 @@ impl Variable {
         }
     }
 
-    /// Float for the score, integer for all else.
+    /// The type of the variable's value: float for the score, otherwise integer.
     #[must_use]
     pub fn value_type(self) -> Type {
         if self == Variable::Score { Type::Float } else { Type::Int }
@@ -191,11 +191,11 @@ impl Variable {
 /// Functions and operators of one operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Unary {
-    /// `-x`; int or float.
+    /// Operation `-x` on an int or a float.
     Neg,
-    /// `|x|`; int or float.
+    /// Operation `|x|` on an int or a float.
     Abs,
-    /// -1, 0 or 1, of NaN 0; int or float.
+    /// Sign: -1, 0 or 1, and 0 for NaN; int or float.
     Sign,
     /// Largest whole number that is not above x.
     Floor,
@@ -203,9 +203,9 @@ pub enum Unary {
     Ceil,
     /// Nearest whole number, ties to even.
     Round,
-    /// e^x.
+    /// Exponential, e^x.
     Exp,
-    /// 2^x.
+    /// Power of two, 2^x.
     Exp2,
     /// Natural logarithm.
     Log,
@@ -219,17 +219,17 @@ pub enum Unary {
     Tanh,
     /// Error function.
     Erf,
-    /// `1 / (1 + e^-x)`.
+    /// Function `1 / (1 + e^-x)`.
     Sigmoid,
-    /// x, or 0 below 0.
+    /// Rectifier: x, or 0 if x is negative.
     Relu,
     /// Square root.
     Sqrt,
-    /// `1 / sqrt(x)`.
+    /// Function `1 / sqrt(x)`.
     Rsqrt,
-    /// `not x`; bool.
+    /// Operation `not x` on bools.
     Not,
-    /// `~x`; int.
+    /// Operation `~x` on ints.
     BitNot,
 }
 
@@ -258,7 +258,7 @@ impl Unary {
         Unary::BitNot,
     ];
 
-    /// The name in the text language; of operators the operator.
+    /// Name of the operation in the text language; the symbol if it is an operator.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -285,7 +285,8 @@ impl Unary {
         }
     }
 
-    /// The type that an operand of type `operand` is read as; it is the result's too. `None` where there is none.
+    /// Type to which an operand of type `operand` is converted, which is also the result's type; `None` if the
+    /// operation does not apply to it.
     fn operand(self, operand: Type) -> Option<Type> {
         match (self, operand) {
             (Unary::Not, Type::Bool) => Some(Type::Bool),
@@ -300,51 +301,51 @@ impl Unary {
 /// Operators and functions of two operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Binary {
-    /// `a + b`.
+    /// Operation `a + b`.
     Add,
-    /// `a - b`.
+    /// Operation `a - b`.
     Sub,
-    /// `a * b`.
+    /// Operation `a * b`.
     Mul,
-    /// `a / b`; always float.
+    /// Division `a / b`, whose result is always a float.
     Div,
     /// `a // b`, rounded down; int, and 0 where b is 0.
     FloorDiv,
     /// `a % b`, of b's sign; integers are 0 where b is 0.
     Mod,
-    /// The smaller of two; NaN where one is NaN.
+    /// The smaller of two numbers; NaN if one is NaN.
     Min,
-    /// The larger of two; NaN where one is NaN.
+    /// The larger of two numbers; NaN if one is NaN.
     Max,
     /// a to the power of b; float.
     Pow,
-    /// `a * b`, 0 where a is 0 whatever b is: what derivatives are made of.
+    /// Product `a * b`, which is 0 if a is 0, even if b is infinite or NaN. Derivatives use it.
     MulZero,
-    /// `a & b`; int.
+    /// Operation `a & b` on ints.
     BitAnd,
-    /// `a | b`; int.
+    /// Operation `a | b` on ints.
     BitOr,
-    /// `a ^ b`; int.
+    /// Operation `a ^ b` on ints.
     BitXor,
     /// `a << b`; int, 0 where b is not in 0..64.
     Shl,
     /// `a >> b`; int, with a's sign, and the sign alone where b is not in 0..64.
     Shr,
-    /// `a and b`; bool.
+    /// Operation `a and b` on bools.
     And,
-    /// `a or b`; bool.
+    /// Operation `a or b` on bools.
     Or,
-    /// `a < b`.
+    /// Comparison `a < b`.
     Lt,
-    /// `a <= b`.
+    /// Comparison `a <= b`.
     Le,
-    /// `a > b`.
+    /// Comparison `a > b`.
     Gt,
-    /// `a >= b`.
+    /// Comparison `a >= b`.
     Ge,
-    /// `a == b`.
+    /// Comparison `a == b`.
     Eq,
-    /// `a != b`.
+    /// Comparison `a != b`.
     Ne,
 }
 
@@ -412,7 +413,7 @@ impl Binary {
         matches!(self, Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::Eq | Binary::Ne)
     }
 
-    /// The type that both operands are read as; `None` where there is none.
+    /// Type to which both operands are converted; `None` if the operation does not apply to them.
     fn operands(self, a: Type, b: Type) -> Option<Type> {
         let widest = a.max(b);
         match self {
@@ -432,28 +433,28 @@ impl Binary {
     }
 }
 
-/// A node's place in its graph.
+/// Index of a node in its graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Id(pub(super) u32);
 
 impl Id {
-    /// The place among [`Graph::nodes`].
+    /// Index of the node in [`Graph::nodes`].
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// A value of an expression.
+/// One value of an expression: a variable, a constant or an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Node {
     /// Property of the pair.
     Variable(Variable),
-    /// A constant.
+    /// A bool constant.
     Bool(bool),
-    /// A constant.
+    /// An integer constant.
     Int(i64),
-    /// A constant: the bits of an f32.
+    /// A float constant, as the bits of an f32.
     Float(u32),
     /// A number that the function captures, by its index in [`Graph::captures`].
     Number(u32),
@@ -508,7 +509,7 @@ impl Node {
     }
 }
 
-/// The quiet NaN that every NaN constant is.
+/// Bits of the quiet NaN to which every NaN constant is normalised.
 pub(super) const NAN: u32 = 0x7fc0_0000;
 
 /// A graph of expressions: nodes, each once and after its operands, and the tensors and numbers that they read
@@ -534,7 +535,7 @@ impl Graph {
         &self.captures
     }
 
-    /// A node.
+    /// The node with this index.
     #[must_use]
     pub fn node(&self, id: Id) -> &Node {
         &self.nodes[id.index()]
@@ -574,10 +575,10 @@ impl Graph {
         self.add(Node::Float(if value.is_nan() { NAN } else { value.to_bits() }), Type::Float)
     }
 
-    /// The place of a capture, a new one's too.
+    /// The index of a capture, which is added if it is new.
     ///
     /// # Errors
-    /// A name that is another thing already.
+    /// A name that another kind of capture already has.
     pub(super) fn capture(&mut self, name: &str, kind: CaptureKind) -> Result<u32, ExprError> {
         if let Some(at) = self.captures.iter().position(|capture| capture.name == name) {
             let known = self.captures[at].kind;
@@ -591,7 +592,8 @@ impl Graph {
         Ok(self.captures.len() as u32 - 1)
     }
 
-    /// The capture in a graph of many functions, in which one name may be another capture of each.
+    /// The index of a capture in a thread's graph of many functions, in which functions may use one name for different
+    /// captures.
     pub(super) fn capture_of_thread(&mut self, name: &str, kind: CaptureKind) -> u32 {
         let known = self.captures.iter().position(|capture| capture.name == name && capture.kind == kind);
         known.unwrap_or_else(|| {
@@ -605,10 +607,10 @@ impl Graph {
         self.add(Node::Number(capture), value)
     }
 
-    /// The element of a captured tensor.
+    /// Adds a read of an element of a captured tensor.
     ///
     /// # Errors
-    /// A number of indices that is not the rank, and indices that are no integers.
+    /// A number of indices that differs from the rank, and indices that are no integers.
     pub(super) fn load(&mut self, capture: u32, at: &[Id]) -> Result<Id, ExprError> {
         let Capture { name, kind } = &self.captures[capture as usize];
         let rank = match kind {
@@ -630,7 +632,7 @@ impl Graph {
         Ok(self.add(Node::Load(capture, at.into()), value))
     }
 
-    /// An operand as this type. An integer constant becomes the float constant, an integer is cast.
+    /// Converts an operand to this type. An integer constant becomes a float constant, another integer gets a cast.
     pub(super) fn promote(&mut self, id: Id, to: Type) -> Id {
         match (self.type_of(id), to, self.node(id)) {
             (from, to, _) if from == to => id,
@@ -643,8 +645,10 @@ impl Graph {
         if self.type_of(id) == to { id } else { self.add(Node::Cast(to, id), to) }
     }
 
+    /// Adds an operation on one operand.
+    ///
     /// # Errors
-    /// An operand of a type that the operation does not take.
+    /// An operand of a type that the operation does not support.
     pub(super) fn unary(&mut self, op: Unary, a: Id) -> Result<Id, ExprError> {
         let found = self.type_of(a);
         let value = op
@@ -654,8 +658,10 @@ impl Graph {
         Ok(self.add(Node::Unary(op, a), value))
     }
 
+    /// Adds an operation on two operands.
+    ///
     /// # Errors
-    /// Operands of types that the operation does not take.
+    /// Operands of types that the operation does not support.
     pub(super) fn binary(&mut self, op: Binary, a: Id, b: Id) -> Result<Id, ExprError> {
         let (left, right) = (self.type_of(a), self.type_of(b));
         let op = match (op, left.max(right)) {
@@ -675,8 +681,10 @@ impl Graph {
         Ok(self.add(Node::Binary(op, a, b), if op.compares() { Type::Bool } else { operands }))
     }
 
+    /// Adds a selection.
+    ///
     /// # Errors
-    /// A condition that is no bool, and branches that have no common type.
+    /// A condition that is no bool, and branches without a common type.
     pub(super) fn select(&mut self, condition: Id, yes: Id, no: Id) -> Result<Id, ExprError> {
         let found = self.type_of(condition);
         if found != Type::Bool {
@@ -686,6 +694,8 @@ impl Graph {
         Ok(self.add(Node::Select(condition, yes, no), value))
     }
 
+    /// Adds a clamp.
+    ///
     /// # Errors
     /// Operands that are no numbers.
     pub(super) fn clamp(&mut self, x: Id, low: Id, high: Id) -> Result<Id, ExprError> {
@@ -707,10 +717,11 @@ impl Graph {
         Ok((self.promote(a, widest), self.promote(b, widest), widest))
     }
 
-    /// Copies what `roots` are made of, and nothing else, in the order in which a walk meets it; the roots' places.
+    /// Copies the nodes on which `roots` depend, and no others, in the order of a walk from them; returns the roots'
+    /// new indices.
     ///
     /// # Errors
-    /// A name that is two captures.
+    /// A name that two captures have.
     pub(super) fn extract(&self, roots: &[Id]) -> Result<(Graph, Vec<Id>), ExprError> {
         let mut to = Graph::default();
         let roots = to.copy(self, roots)?;
@@ -723,7 +734,7 @@ impl Graph {
     /// A name that is two captures.
     pub(super) fn copy(&mut self, from: &Graph, roots: &[Id]) -> Result<Vec<Id>, ExprError> {
         let mut places: Vec<Option<Id>> = vec![None; from.nodes.len()];
-        // A stack of its own: a chain of a million operations must not end the thread's.
+        // The walk has its own stack: recursion over a chain of a million operations would overflow the thread's stack.
         let mut stack: Vec<(Id, bool)> = roots.iter().rev().map(|&root| (root, false)).collect();
         while let Some((id, has_operands)) = stack.pop() {
             if places[id.index()].is_some() {
@@ -747,7 +758,7 @@ impl Graph {
                 }
                 other => other.clone(),
             };
-            // Operands come first on the stack, so each has a place.
+            // Operands come first on the stack, so each has a new index already.
             let node = node.map(|operand| places[operand.index()].unwrap_or(operand));
             places[id.index()] = Some(self.add(node, from.type_of(id)));
         }

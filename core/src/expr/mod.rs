@@ -76,7 +76,8 @@ impl ExprError {
     }
 }
 
-/// A score or a mask. Two are equal if they compute the same from captures of the same names; a copy shares the graph.
+/// A score function or a mask function. Two are equal if they compute the same from captures of the same names; a clone
+/// shares the graph.
 #[derive(Clone)]
 pub struct Function(Arc<Parts>);
 
@@ -86,15 +87,15 @@ struct Parts {
 }
 
 impl Function {
-    /// The score that `score` computes; it is called once.
+    /// Makes a score of the closure `score`, which is called once.
     ///
     /// # Errors
-    /// One name that is two captures, and more than [`MAX_NODES`] nodes.
+    /// One name that two captures have, and more than [`MAX_NODES`] nodes.
     pub fn score<R: Into<Float>>(score: impl FnOnce(Score, At) -> R) -> Result<Self, ExprError> {
         surface::trace(|| score(surface::score(), At::here()).into().id())
     }
 
-    /// The mask that `mask` computes; it is called once. The pair is seen where it is true.
+    /// Makes a mask of the closure `mask`, which is called once. A pair is visible where the result is true.
     ///
     /// # Errors
     /// As [`score`](Self::score).
@@ -102,7 +103,7 @@ impl Function {
         surface::trace(|| mask(At::here()).id())
     }
 
-    /// The function whose value is `root`: a mask if that is a bool, else a score.
+    /// The function whose value is `root`: a mask if that is a bool, otherwise a score.
     ///
     /// # Errors
     /// A mask that reads the score, and more than [`MAX_NODES`] nodes.
@@ -131,7 +132,7 @@ impl Function {
         &self.0.graph
     }
 
-    /// The node whose value is the function's.
+    /// The node that is the function's value.
     #[must_use]
     pub fn root(&self) -> Id {
         self.0.root
@@ -143,14 +144,14 @@ impl Function {
         self.0.graph.captures()
     }
 
-    /// Whether its value is a bool, so that it hides pairs; else it is a score.
+    /// Whether the function is a mask: its value is a bool that hides pairs. Otherwise it is a score.
     #[must_use]
     pub fn is_mask(&self) -> bool {
         self.0.graph.type_of(self.0.root) == Type::Bool
     }
 
-    /// The hash of its structure: captures count by their place and kind, not by name, and values of captured numbers
-    /// not at all. SHA-256 of the canonical text.
+    /// Hash of the function's structure: captures count by their index and kind, not by name, and values of captured
+    /// numbers not at all. SHA-256 of the canonical text.
     #[must_use]
     pub fn structure(&self) -> [u8; 32] {
         hmac_sha256::Hash::hash(text::print(self.graph(), self.root(), |at| format!("c{at}")).as_bytes())
@@ -175,7 +176,7 @@ impl std::hash::Hash for Function {
     }
 }
 
-/// The text that parses to the function.
+/// Prints the text that parses to the function.
 impl fmt::Display for Function {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&text::print(self.graph(), self.root(), |at| self.captures()[at].name.clone()))

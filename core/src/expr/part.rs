@@ -1,11 +1,13 @@
-//! Functions of a whole as a part of it reads them: places of the part plus captured numbers.
+//! Rewrites functions of a whole for a call that computes a part of it: positions are those of the part plus captured
+//! numbers.
 
 use super::graph::{Binary, CaptureKind, Graph, Id, Node, Type, Variable};
 use super::{ExprError, Function};
 
 impl Function {
-    /// The function in the places of a part of a larger whole. `name` gives the captured integer of a variable; a
-    /// place becomes the part's own plus that number, a length the number itself. A variable without a name stays.
+    /// Rewrites the function for a part of a larger whole. `name` returns the name of a captured integer for a
+    /// variable: a position becomes the part's own position plus that integer, a length becomes the integer itself. A
+    /// variable without a name is unchanged.
     ///
     /// # Errors
     /// A name that is another capture already, and more nodes than a function may have.

@@ -8,10 +8,10 @@ use super::eval::{
 };
 use super::graph::{Binary, Graph, Id, Node, Stored, Type, Unary, Variable};
 
-/// Pairs of a block.
+/// Number of pairs of a block.
 const N: usize = 128;
 
-/// A register, in the file of its type.
+/// Number of a register among those of its type.
 type Register = u32;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,18 +43,18 @@ struct Step {
     at: Box<[Register]>,
 }
 
-/// The roots of a graph, compiled.
+/// A graph compiled to steps that compute its roots.
 #[derive(Clone, Debug)]
 pub struct Program {
     graph: Graph,
     steps: Vec<Step>,
-    /// Nodes of one value a head, and the registers that hold it.
+    /// Nodes with one value for each head, and the registers that hold these values.
     uniform: Vec<(Id, Register)>,
     roots: Vec<(Type, Register)>,
     registers: [usize; 3],
 }
 
-/// Place of the pairs of a block: pair `e` is row `q + e % width` and key `k + e / width`.
+/// The pairs of a block: pair `e` is row `q + e % width` and key `k + e / width`.
 #[derive(Clone, Copy, Debug)]
 pub struct Block {
     /// The row of the first pair.
@@ -74,7 +74,7 @@ fn file(of: Type) -> usize {
 }
 
 impl Program {
-    /// Pairs of a block.
+    /// Number of pairs of a block.
     pub const BLOCK: usize = N;
 
     /// The program that computes `roots`.
@@ -114,7 +114,7 @@ impl Program {
         for (at, node) in nodes.iter().enumerate().filter(|(at, _)| varies[*at]) {
             let id = Id(at as u32);
             let kind = file(graph.type_of(id));
-            // The result never lies in an operand: operands are freed after it.
+            // The result never shares a register with an operand, since operands are freed after it.
             let to = free[kind].pop().unwrap_or_else(|| {
                 registers[kind] += 1;
                 registers[kind] as Register - 1
@@ -154,7 +154,7 @@ impl Program {
                     _ => Operation::ClampInt,
                 },
                 Node::Cast(to, a) => Operation::Cast(type_at(a), *to),
-                // The other leaves do not vary.
+                // The other leaves have the same value for all pairs.
                 Node::Variable(_) | Node::Bool(_) | Node::Int(_) | Node::Float(_) | Node::Number(_) => {
                     Operation::Key
                 }
@@ -182,15 +182,15 @@ impl Program {
     }
 }
 
-/// The functions of a program that a processor's vectors have.
+/// Functions of a program that a processor's vector instructions compute.
 pub trait VectorMath {
-    /// e to the power of each, in place.
+    /// Replaces each number by e to its power.
     fn exp(&self, x: &mut [f32]);
-    /// The hyperbolic tangent of each, in place.
+    /// Replaces each number by its hyperbolic tangent.
     fn tanh(&self, x: &mut [f32]);
 }
 
-/// The functions of the standard library.
+/// Uses the functions of the standard library.
 #[derive(Clone, Copy, Debug)]
 pub struct ScalarMath;
 
@@ -204,7 +204,7 @@ impl VectorMath for ScalarMath {
     }
 }
 
-/// Integers of a block: 64 bits, or 32 where bounds show that no value needs more.
+/// Integer type of a block: 64 bits, or 32 if bounds show that no value needs more.
 trait IntLane: Copy + PartialOrd + Default + 'static {
     fn of(value: i64) -> Self;
     fn wide(self) -> i64;
@@ -234,7 +234,7 @@ macro_rules! int_lane {
 }
 int_lane!(i32 i64);
 
-/// Registers of one type.
+/// All registers of one type.
 #[derive(Clone, Debug)]
 struct File<T>(Vec<Box<[T]>>);
 
@@ -260,7 +260,7 @@ impl<T: Copy + Default> File<T> {
     }
 }
 
-/// The registers that a thread runs a program in: one program's, throughout.
+/// The registers in which a thread runs a program; one value serves one program only.
 #[derive(Clone, Debug)]
 pub struct Lanes {
     bools: File<u32>,
@@ -287,7 +287,8 @@ impl Lanes {
         }
     }
 
-    /// Sets what all pairs of a sequence and head share, those of `pair`. Comes before [`run`](Self::run).
+    /// Sets the values that all pairs of a sequence and head share, those of `pair`. It must be called before
+    /// [`run`](Self::run).
     pub fn set_head(&mut self, program: &Program, captured: &[Captured<'_>], pair: &Pair) {
         let values = eval(&program.graph, pair, captured, Rounding::F32);
         for &(id, register) in &program.uniform {
@@ -320,19 +321,19 @@ impl Lanes {
         }
     }
 
-    /// The values of a float root.
+    /// The values of a root that is a float.
     #[must_use]
     pub fn floats(&self, program: &Program, root: usize) -> &[f32] {
         self.floats.get(program.roots[root].1)
     }
 
-    /// The values of a bool root: 0 or 1.
+    /// The values of a root that is a bool: 0 or 1.
     #[must_use]
     pub fn bools(&self, program: &Program, root: usize) -> &[u32] {
         self.bools.get(program.roots[root].1)
     }
 
-    /// A value of an integer root.
+    /// One value of a root that is an integer.
     #[must_use]
     pub fn int(&self, program: &Program, root: usize, lane: usize) -> i64 {
         let register = program.roots[root].1;
@@ -343,19 +344,19 @@ impl Lanes {
     }
 }
 
-/// `to[e] = f(a[e])`.
+/// Computes `to[e] = f(a[e])` for all e.
 #[inline(always)]
 fn map<T, A: Copy>(to: &mut [T], a: &[A], f: impl Fn(A) -> T) {
     to.iter_mut().zip(a).for_each(|(to, &a)| *to = f(a));
 }
 
-/// `to[e] = f(a[e], b[e])`.
+/// Computes `to[e] = f(a[e], b[e])` for all e.
 #[inline(always)]
 fn zip<T, A: Copy, B: Copy>(to: &mut [T], a: &[A], b: &[B], f: impl Fn(A, B) -> T) {
     to.iter_mut().zip(a).zip(b).for_each(|((to, &a), &b)| *to = f(a, b));
 }
 
-/// `to[e] = f(a[e], b[e], c[e])`.
+/// Computes `to[e] = f(a[e], b[e], c[e])` for all e.
 #[inline(always)]
 fn zip3<T, A: Copy, B: Copy, C: Copy>(to: &mut [T], (a, b, c): (&[A], &[B], &[C]), f: impl Fn(A, B, C) -> T) {
     to.iter_mut().zip(a).zip(b).zip(c).for_each(|(((to, &a), &b), &c)| *to = f(a, b, c));
@@ -616,7 +617,7 @@ impl Number {
 }
 
 impl Stored {
-    /// The problem's type of a float; `None` of other elements.
+    /// The problem's data type for float elements; `None` for others.
     #[must_use]
     pub fn float_dtype(self) -> Option<crate::DType> {
         match self {

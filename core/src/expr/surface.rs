@@ -1,7 +1,7 @@
-//! The operators of Rust that build an expression.
+//! The Rust operators that build an expression.
 //!
-//! Values are small copies: places in a graph of their thread, which has each node once and keeps it for the thread's
-//! life. So they stay on their thread.
+//! Values are small copies: each is the index of a node in a graph that belongs to the thread. The graph has each node
+//! once and lives as long as the thread, so values cannot leave the thread.
 
 use std::cell::{OnceCell, RefCell};
 use std::marker::PhantomData;
@@ -14,7 +14,7 @@ thread_local! {
     static GRAPH: RefCell<Building> = RefCell::default();
 }
 
-/// The thread's graph, and the first thing that was wrong in it.
+/// The thread's graph, and the errors that occurred in it.
 #[derive(Default)]
 struct Building {
     graph: Graph,
@@ -27,7 +27,7 @@ fn build(make: impl FnOnce(&mut Graph) -> Id) -> Id {
     GRAPH.with_borrow_mut(|building| make(&mut building.graph))
 }
 
-/// A node whose operands have the right types by Rust's own; what is wrong yet is said when the function is made.
+/// Adds a node whose operand types Rust has checked. Any other error is reported when the function is made.
 fn checked(make: impl FnOnce(&mut Graph) -> Result<Id, ExprError>) -> Id {
     GRAPH.with_borrow_mut(|building| {
         make(&mut building.graph).unwrap_or_else(|error| {
@@ -39,14 +39,14 @@ fn checked(make: impl FnOnce(&mut Graph) -> Result<Id, ExprError>) -> Id {
     })
 }
 
-/// The function that `root` builds.
+/// Builds the function whose value the closure `root` returns.
 pub(super) fn trace(root: impl FnOnce() -> Id) -> Result<Function, ExprError> {
     let root = root();
     GRAPH.with_borrow(|building| {
         let (own, _) = building.graph.extract(&[root])?;
         let wrong =
             own.captures().iter().filter_map(|capture| capture.name.strip_prefix(WRONG)?.parse().ok());
-        // The first that was made: what is wrong with the others follows from it.
+        // The error that occurred first is reported: the others follow from it.
         match wrong.min().and_then(|at: usize| building.errors.get(at)) {
             Some(error) => Err(error.clone()),
             None => Function::of(&building.graph, root),
@@ -54,7 +54,7 @@ pub(super) fn trace(root: impl FnOnce() -> Id) -> Result<Function, ExprError> {
     })
 }
 
-/// Prefix of the names of wrong values. [`check_name`] accepts it from no user.
+/// Prefix of the names that stand for wrong values. [`check_name`] accepts no user's name with it.
 const WRONG: &str = "!";
 
 type OfThread = PhantomData<*const ()>;
@@ -78,15 +78,15 @@ macro_rules! values {
 }
 
 values! {
-    /// A bool of an expression.
+    /// A bool value of an expression.
     Bool;
-    /// An integer of an expression.
+    /// An integer value of an expression.
     Int;
-    /// A float of an expression.
+    /// A float value of an expression.
     Float;
 }
 
-/// The scaled, descaled score, as a score function is given it.
+/// The scaled, descaled score, the argument of a score function.
 pub type Score = Float;
 
 /// The scaled score.
@@ -94,17 +94,17 @@ pub(super) fn score() -> Score {
     Float::of(build(|graph| graph.variable(Variable::Score)))
 }
 
-/// The place of a (query, key) pair.
+/// Position of a (query, key) pair.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct At {
-    /// The sequence.
+    /// Number of the sequence.
     pub b: Int,
-    /// The query head.
+    /// Number of the query head.
     pub h: Int,
-    /// The row's place among its sequence's queries.
+    /// Position of the query in its sequence.
     pub q: Int,
-    /// The key's place among its sequence's keys.
+    /// Position of the key in its sequence.
     pub k: Int,
     /// The number of queries of the sequence.
     pub seqlen_q: Int,
@@ -147,8 +147,10 @@ fn captured(name: &str, kind: Type) -> Id {
     })
 }
 
+/// Checks the name of a capture.
+///
 /// # Errors
-/// A name that the text language could not have.
+/// A name that the text language does not allow.
 fn check_name(name: &str) -> Result<(), ExprError> {
     let is_word = name.starts_with(|c: char| c.is_ascii_alphabetic())
         && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
@@ -247,7 +249,7 @@ impl<E: Element> ops::Index<(Int, Int)> for Tensor<E, 2> {
     }
 }
 
-/// Values that stay where they are for as long as the list: an index gives a reference.
+/// A list whose values never move, so that an index returns a reference that stays valid.
 #[derive(Debug)]
 struct Kept<T>(OnceCell<Box<Link<T>>>);
 
@@ -264,7 +266,7 @@ impl<T> Default for Kept<T> {
 }
 
 impl<T: Copy> Kept<T> {
-    /// The value, or the one of its number that is kept already.
+    /// Keeps the value, unless a value with its number is kept already, and returns a reference.
     fn keep(&self, value: T, id: fn(T) -> Id) -> &T {
         let mut end = self;
         while let Some(link) = end.0.get() {
@@ -277,7 +279,7 @@ impl<T: Copy> Kept<T> {
     }
 }
 
-/// Link by link: a long list's own drop would end the thread's stack.
+/// The list is dropped link by link: recursion over a long list would overflow the thread's stack.
 impl<T> Drop for Kept<T> {
     fn drop(&mut self) {
         let mut next = self.0.take();
@@ -287,7 +289,7 @@ impl<T> Drop for Kept<T> {
     }
 }
 
-/// `yes` where the condition holds, else `no`.
+/// Returns `yes` where the condition holds, otherwise `no`.
 #[must_use]
 pub fn select(condition: Bool, yes: impl Into<Float>, no: impl Into<Float>) -> Float {
     let (yes, no) = (yes.into(), no.into());
@@ -416,7 +418,7 @@ methods! {
     Float {
         /// The absolute value.
         abs = Abs;
-        /// -1, 0 or 1.
+        /// The sign: -1, 0 or 1.
         sign = Sign;
         /// Largest whole number that is not above `self`.
         floor = Floor;
@@ -442,17 +444,17 @@ methods! {
         erf = Erf;
         /// `1 / (1 + e^-x)`.
         sigmoid = Sigmoid;
-        /// 0 below 0.
+        /// The rectifier: 0 for negative numbers.
         relu = Relu;
-        /// Square root.
+        /// The square root.
         sqrt = Sqrt;
-        /// `1 / sqrt(x)`.
+        /// The reciprocal square root, `1 / sqrt(x)`.
         rsqrt = Rsqrt;
     }
     Int {
         /// The absolute value.
         abs = Abs;
-        /// -1, 0 or 1.
+        /// Sign of the number: -1, 0 or 1.
         sign = Sign;
     }
 }
@@ -471,43 +473,43 @@ macro_rules! pairs {
 
 pairs! {
     Float {
-        /// The smaller of both; NaN where one is NaN.
+        /// The smaller of both numbers; NaN if one is NaN.
         min = Min -> Float;
-        /// The larger of both; NaN where one is NaN.
+        /// The larger of both numbers; NaN if one is NaN.
         max = Max -> Float;
         /// Power of `self` with the exponent `other`.
         pow = Pow -> Float;
-        /// `<`.
+        /// Whether `self < other`.
         lt = Lt -> Bool;
-        /// `<=`.
+        /// Whether `self <= other`.
         le = Le -> Bool;
-        /// `>`.
+        /// Whether `self > other`.
         gt = Gt -> Bool;
-        /// `>=`.
+        /// Whether `self >= other`.
         ge = Ge -> Bool;
-        /// `==`.
+        /// Whether `self == other`.
         equals = Eq -> Bool;
-        /// `!=`.
+        /// Whether `self != other`.
         differs = Ne -> Bool;
     }
     Int {
-        /// The smaller of both.
+        /// The smaller of both numbers.
         min = Min -> Int;
-        /// The larger of both.
+        /// The larger of both numbers.
         max = Max -> Int;
         /// Quotient rounded down; 0 where `other` is 0.
         floor_div = FloorDiv -> Int;
-        /// `<`.
+        /// Whether `self < other`.
         lt = Lt -> Bool;
-        /// `<=`.
+        /// Whether `self <= other`.
         le = Le -> Bool;
-        /// `>`.
+        /// Whether `self > other`.
         gt = Gt -> Bool;
-        /// `>=`.
+        /// Whether `self >= other`.
         ge = Ge -> Bool;
-        /// `==`.
+        /// Whether `self == other`.
         equals = Eq -> Bool;
-        /// `!=`.
+        /// Whether `self != other`.
         differs = Ne -> Bool;
     }
 }
@@ -520,7 +522,7 @@ impl Float {
         Float::of(checked(|graph| graph.clamp(self.id(), low.id(), high.id())))
     }
 
-    /// The number without its fraction, saturating; NaN is 0.
+    /// The number without its fraction, saturating; 0 for NaN.
     #[must_use]
     pub fn to_int(self) -> Int {
         Int::of(build(|graph| graph.cast(Type::Int, self.id())))
@@ -536,7 +538,7 @@ impl Int {
 }
 
 impl Bool {
-    /// 1 for true, 0 for false.
+    /// The bool as an integer: 1 for true, 0 for false.
     #[must_use]
     pub fn to_int(self) -> Int {
         Int::of(build(|graph| graph.cast(Type::Int, self.id())))

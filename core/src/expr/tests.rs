@@ -1,4 +1,4 @@
-//! Laws of expressions, over drawn trees.
+//! Tests of expressions that must hold for all random functions.
 
 #![allow(clippy::unwrap_used)]
 
@@ -122,7 +122,7 @@ proptest! {
             check_slope(&function, values[slopes.score.index()].float(), score)
                 .map_err(|error| TestCaseError::fail(format!("{function} at {pair:?}: {error}")))?;
 
-            // The captured f32 number, whose own rounding the step has.
+            // A step of a captured f32 number is rounded to f32, unlike other steps.
             let Number::Float(rate) = memory.numbers[0] else { unreachable!() };
             let mut sum = 0.0;
             for capture in &slopes.captures {
@@ -138,7 +138,7 @@ proptest! {
             };
             check_slope_of_f32(&function, sum, rate, &mut moved)
                 .map_err(|error| TestCaseError::fail(format!("{function} at {pair:?}: {error}")))?;
-            // An element of a captured tensor: every read of it adds.
+            // All reads of one element of a captured tensor contribute to its derivative.
             let element = draw.below(memory.tensors[0].1[0] as usize);
             let mut sum = 0.0;
             for capture in &slopes.captures {
@@ -225,7 +225,7 @@ proptest! {
                 } else if !function.is_mask() {
                     let found = f64::from(lanes.floats(&program, 0)[e]);
                     let values = eval::eval(function.graph(), &pair, &captured, Rounding::F32);
-                    // A sine makes the last places of a large number its first, and a step has none.
+                    // A sine magnifies the last digits of a large number, where a step is lost.
                     let most = if has_sine { 1e2 } else { 1e3 };
                     let strays = |value: &Value| match value {
                         Value::Float(x) => *x != 0.0 && !(1e-6..most).contains(&x.abs()),
@@ -263,8 +263,8 @@ fn slope_of(score: &Function) -> Function {
     Function::of(&slopes.graph, slopes.score).unwrap_or_else(|_| score.clone())
 }
 
-/// Equal up to what functions' last places, carried through a tree, make of a value; where f32 and f64 differ by more,
-/// so may two ways to f32.
+/// Whether two results agree up to the rounding that a tree of functions accumulates. Where f32 and f64 differ by more,
+/// two evaluations in f32 may differ too.
 fn near(found: f64, wanted: f64, exact: f64) -> bool {
     if wanted.is_nan() || exact.is_nan() || !exact.is_finite() {
         return true;
@@ -296,7 +296,7 @@ fn is_singular(function: &Function, slope: f64) -> bool {
 }
 
 /// Whether differences do not see how a function changes at a pair: a number so large that a step is lost beside it, or
-/// a remainder of a small divisor, which climbs and falls millions of times within a step.
+/// a remainder of a small divisor, which rises and falls millions of times within a step.
 fn hides_steps(function: &Function, pair: &Pair, memory: &Memory) -> bool {
     const LARGE: f64 = 1e6;
     let graph = function.graph();
@@ -324,7 +324,7 @@ fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -
     let (left, right) = (side(-5e-5), side(5e-5));
     let size = 1.0f64.max(close.abs());
     let settles = |a: f64, b: f64| (a - b).abs() < 1e-3 * size;
-    // A jump, a corner, or a value that f64 does not difference.
+    // The function has a jump or a corner here, or values too large for differences in f64.
     if !(here.abs() < 1e3
         && settles(wide, close)
         && settles(close, nearest)
@@ -336,7 +336,7 @@ fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -
     Ok(())
 }
 
-/// [`check_slope`] where the step is rounded to f32.
+/// Does what [`check_slope`] does, with a step that is rounded to f32.
 fn check_slope_of_f32(
     function: &Function,
     slope: f64,
@@ -466,8 +466,7 @@ fn the_surface_of_rust_builds_what_the_text_says() {
     assert_eq!(reserved.unwrap_err().to_string(), "capture \"exp\": the name is taken");
 }
 
-/// Values are made before the function, in it, and of functions that are never made; what is wrong stays with the
-/// value.
+/// Values are made before a function, within it, and for functions that are never made; an error stays with its value.
 #[test]
 fn what_is_wrong_with_a_value_is_said_by_each_function_that_reads_it_and_by_no_other() {
     let wrong = number("exp");
@@ -482,7 +481,7 @@ fn what_is_wrong_with_a_value_is_said_by_each_function_that_reads_it_and_by_no_o
     });
     assert_eq!(outer.unwrap_err().to_string(), "capture \"log\": the name is taken");
     assert!(Function::score(|s: Score, _: At| s * 2.0).is_ok());
-    // A name in two functions is two captures.
+    // One name with different types in two functions is two captures.
     assert!(Function::score(|s: Score, at: At| s + Tensor::<f32, 1>::new("t")[at.q]).is_ok());
     assert!(Function::score(|s: Score, at: At| s + Tensor::<f32, 2>::new("t")[(at.q, at.k)]).is_ok());
 }
@@ -537,7 +536,7 @@ fn a_branch_that_is_not_taken_adds_0_though_it_is_nan() {
     }
 }
 
-/// The forms that models use are found whole and empty where they are.
+/// Tiles of the masks that models use are found to be fully visible or empty wherever they are.
 #[test]
 fn tiles_of_common_masks_are_whole_empty_or_cut() {
     let ids: Vec<u8> = (0..64).flat_map(|at: i32| (at / 16).to_ne_bytes()).collect();
@@ -562,7 +561,7 @@ fn tiles_of_common_masks_are_whole_empty_or_cut() {
     }
 }
 
-/// Runs every operation alone, steps too, on numbers for which f32 and f64 agree.
+/// Runs every operation alone, including step functions, on numbers for which f32 and f64 agree.
 #[test]
 fn blocks_compute_each_operation_as_pairs_do() {
     const XS: [f32; 12] = [-2.75, -2.5, -1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 7.0];
@@ -623,7 +622,7 @@ fn blocks_compute_each_operation_as_pairs_do() {
     }
 }
 
-/// A drawn conjunction: bounds of distances in forms that people write, and drawn masks.
+/// Text of a random conjunction: bounds of distances as people write them, and random masks.
 fn conjunction(draw: &mut Draw) -> String {
     let bound = |draw: &mut Draw| {
         let c = draw.below(15) as i64 - 7;
@@ -666,7 +665,7 @@ fn seen_by(bands: &Bands, pair: &Pair, memory: &Memory) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// A mask is its band and the rest of it, at every pair of drawn lengths, queries fewer than keys or more.
+    /// A mask equals the conjunction of its bands and its rest, at every pair of random lengths.
     #[test]
     fn a_mask_is_its_bands_and_its_rest(seed: u64, is_drawn: bool, knows: bool) {
         let mut draw = Draw::new(seed);
@@ -706,7 +705,7 @@ proptest! {
         }
     }
 
-    /// A score that is recognised has the values that its form says.
+    /// A score that is recognised has the values of its form.
     #[test]
     fn a_score_is_its_form(seed: u64, cap in 0.25f32..40.0, factor in 0.05f32..8.0) {
         let mut draw = Draw::new(seed);

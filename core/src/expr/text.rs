@@ -1,11 +1,12 @@
-//! The small language: recursive descent with Python's binding, and the printer whose text parses to the same graph.
+//! The text language: a recursive-descent parser with Python's precedence, and a printer whose text parses to the same
+//! graph.
 
 use std::fmt::Write as _;
 
 use super::graph::{Binary, CaptureKind, Graph, Id, MAX_RANK, Node, Stored, Type, Unary, Variable};
 use super::{ExprError, Function};
 
-/// Deepest nesting of a text, for the thread's stack.
+/// Deepest nesting of a text that the parser accepts: deeper ones could overflow the thread's stack.
 const MAX_DEPTH: usize = 200;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +26,7 @@ const SYMBOLS: [&str; 29] = [
 
 struct Lexed {
     token: Token,
-    /// The byte where it begins.
+    /// Offset in bytes at which the token begins.
     place: usize,
 }
 
@@ -104,7 +105,7 @@ struct Parser<'t> {
 /// The function of a text.
 ///
 /// # Errors
-/// The column and the word that the language does not have there.
+/// The column, and the word that the language does not allow there.
 pub(super) fn parse(text: &str) -> Result<Function, ExprError> {
     let mut parser = Parser {
         text,
@@ -345,7 +346,7 @@ impl Parser<'_> {
         loop {
             let place = self.place();
             if self.takes("-") {
-                // The sign of a constant is the constant's.
+                // A sign before a constant belongs to the constant.
                 let literal = match *self.peek() {
                     Token::Int(value) if value <= 1 << 63 => {
                         Some(self.graph.int((value as i64).wrapping_neg()))
@@ -510,16 +511,16 @@ fn strength(op: Binary) -> u8 {
 const NOT: u8 = 3;
 const SIGN: u8 = 11;
 const ATOM: u8 = 12;
-/// Depth of a printed value from which on it gets a name, so that the text parses.
+/// Nesting depth from which on the printer gives a value a name, so that the text can be parsed again.
 const DEEPEST: u32 = 100;
 
-/// A constant, whose sign is its own.
+/// Text of a constant with its sign.
 fn float(bits: u32) -> String {
     let value = f32::from_bits(bits);
     if value.is_nan() { "nan".to_owned() } else { format!("{value:?}") }
 }
 
-/// The text of the value `root`, a capture named by its place.
+/// Text of the value `root`; captures are named by their indices.
 pub(super) fn print(graph: &Graph, root: Id, name: impl Fn(usize) -> String) -> String {
     let mut out = String::new();
     for (at, capture) in graph.captures().iter().enumerate() {
@@ -527,13 +528,13 @@ pub(super) fn print(graph: &Graph, root: Id, name: impl Fn(usize) -> String) -> 
     }
     let mut uses = vec![0u32; graph.nodes().len()];
     graph.nodes().iter().for_each(|node| node.operands(|id| uses[id.index()] += 1));
-    // Text and strength of each node, operands first.
+    // Text and precedence of each node, operands first.
     let mut texts: Vec<(String, u8, u32)> = Vec::with_capacity(uses.len());
     let mut lets = 0;
     for (at, node) in graph.nodes().iter().enumerate() {
         let mut depth = 0;
         node.operands(|id| depth = depth.max(texts[id.index()].2 + 1));
-        // The operand, in parentheses where it binds less than `least`.
+        // Text of an operand, in parentheses if its precedence is below `least`.
         let of = |id: Id, least: u8| {
             let (text, strength, _) = &texts[id.index()];
             if *strength < least { format!("({text})") } else { text.clone() }
@@ -552,7 +553,7 @@ pub(super) fn print(graph: &Graph, root: Id, name: impl Fn(usize) -> String) -> 
             Node::Load(capture, at) => (format!("{}[{}]", name(*capture as usize), list(at)), ATOM),
             Node::Unary(Unary::Not, a) => (format!("not {}", of(*a, NOT)), NOT),
             Node::Unary(op @ (Unary::Neg | Unary::BitNot), a) => {
-                // A constant directly behind the sign would take the sign as its own.
+                // A constant directly behind a sign would be parsed as one constant with the sign.
                 let is_constant = matches!(graph.node(*a), Node::Int(_) | Node::Float(_));
                 let operand = if is_constant { format!("({})", of(*a, 0)) } else { of(*a, SIGN) };
                 (format!("{}{operand}", op.name()), SIGN)

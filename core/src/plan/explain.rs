@@ -78,7 +78,7 @@ pub struct Explain {
 }
 
 impl Explain {
-    /// Prints the known facts, one per row.
+    /// Prints the known facts, one on each line.
     pub(super) fn rows(&self, row: &mut impl FnMut(&str, &dyn fmt::Display) -> fmt::Result) -> fmt::Result {
         if let Some(launch) = self.launch {
             let (groups, threads, shared) = (launch.groups, launch.threads, launch.shared_bytes);
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(explain.modelled_seconds(&roofline, 6, 8), Some(4.0));
         // A device of unknown size counts as running one tile at a time.
         assert_eq!(LaunchShape { tiles_at_once: 0, ..launch }.waves(), 6.0);
-        // A launch of nothing leaves nothing idle.
+        // A launch without tiles leaves no multiprocessor idle.
         assert_eq!(LaunchShape { tiles: 0, ..launch }.wave_efficiency(), 1.0);
     }
 }

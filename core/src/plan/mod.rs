@@ -49,7 +49,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// No scratch.
+    /// A run that needs no scratch memory.
     pub const NONE: Self = Self { bytes: 0, zeroed_bytes: 0 };
 
     /// Required alignment of its first byte, in bytes: the alignment that a device's allocator gives.
@@ -61,7 +61,7 @@ impl Workspace {
         Self { bytes, zeroed_bytes: bytes }
     }
 
-    /// Enough for either.
+    /// A workspace that is large enough for either of two.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self { bytes: self.bytes.max(other.bytes), zeroed_bytes: self.zeroed_bytes.max(other.zeroed_bytes) }
@@ -78,7 +78,7 @@ impl fmt::Display for Workspace {
     }
 }
 
-/// One launch of a run. Forward is one; split-KV two; backward three or four.
+/// One launch of a run. A forward has one launch, split-KV two, a backward three or four.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     /// The kernel's name.
@@ -117,11 +117,11 @@ struct Sealed<P: Problem> {
     checks_lengths: bool,
     /// Whether the batch is 0, so that nothing is launched.
     has_no_sequence: bool,
-    /// The form of the problem that is computed, where functions are what kernels have built in.
+    /// The problem that is computed instead, if the functions equal features that kernels have built in.
     folded: Option<Folded<P>>,
 }
 
-/// A problem whose functions are what kernels have built in.
+/// A problem whose functions are replaced by features that kernels have built in.
 pub(crate) struct Folded<P> {
     /// The problem that is computed.
     pub(crate) problem: P,
@@ -129,7 +129,7 @@ pub(crate) struct Folded<P> {
     pub(crate) slopes: Option<usize>,
 }
 
-/// Names the caller's captured tensors in a mistake of the slopes that one of them holds.
+/// Names the caller's captured tensor in an error about the ALiBi slopes that it stands for.
 fn of_captured(error: Error) -> Error {
     match error {
         Error::Problem(mistake) if mistake.field == "alibi_slopes" => {
@@ -187,7 +187,7 @@ pub type BwdPlan = Plan<ValidBwd>;
 pub type CombinePlan = Plan<ValidCombine>;
 /// A plan that chooses keys or blocks.
 pub type ChoosePlan = Plan<ValidChoose>;
-/// A plan that brings a tensor to a format with scales by blocks.
+/// A plan that converts a tensor to a format with scales by blocks.
 pub type QuantizePlan = Plan<ValidQuantize>;
 /// A plan for the loss that trains an indexer, and its gradients.
 pub type IndexLossPlan = Plan<ValidIndexLoss>;
@@ -301,7 +301,8 @@ impl<P: Problem> Plan<P> {
         Err(ProblemError::new("p_drop", text).into())
     }
 
-    /// A run with the captured slopes, where the plan has ALiBi for a score as code, in their place of the arguments.
+    /// Checks and runs a call. If the plan replaces a score function by ALiBi, the captured slopes become the slopes of
+    /// the arguments.
     ///
     /// # Safety
     /// As [`Stream::from_raw`].
@@ -321,6 +322,8 @@ impl<P: Problem> Plan<P> {
         done
     }
 
+    /// Runs the call on the problem that the plan computes.
+    ///
     /// # Safety
     /// As [`Stream::from_raw`].
     unsafe fn run_as_planned(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
@@ -360,7 +363,7 @@ impl<P: Problem> Plan<P> {
             (Some((problem, seq)), Some(queues)) if *checks_lengths => {
                 // SAFETY: the caller promised a live stream of the device.
                 unsafe { queues.synchronize(stream)? };
-                // SAFETY: the check saw that the slice covers these bytes; whoever made the slice promised valid
+                // SAFETY: the check saw that the slice covers these bytes; the maker of the slice promised valid
                 // memory.
                 let read =
                     |slice: DevSlice<'_>, bytes: &mut [u8]| unsafe { queues.read(slice.as_ptr(), bytes) };
@@ -374,8 +377,8 @@ impl<P: Problem> Plan<P> {
         }
         if *has_no_sequence {
             let sums = problem.sums_of_no_sequence(args);
-            // SAFETY: the check saw that the outputs cover these bytes; whoever made the slices promised the memory
-            // to this run.
+            // SAFETY: the check saw that the outputs cover these bytes; the makers of the slices promised the memory to
+            // this run.
             return sums
                 .into_iter()
                 .try_for_each(|(address, bytes)| unsafe { zero(queues, address, bytes, stream) });
@@ -387,16 +390,16 @@ impl<P: Problem> Plan<P> {
         launch.takes_addresses(&call)?;
         if let (Some(workspace), 1..) = (P::workspace(args), parts.workspace.zeroed_bytes) {
             let (address, bytes) = (workspace.as_mut_ptr(), parts.workspace.zeroed_bytes);
-            // SAFETY: the check saw that the workspace has these bytes; whoever made the slice promised the memory
-            // to this run.
+            // SAFETY: the check saw that the workspace has these bytes; the maker of the slice promised the memory to
+            // this run.
             unsafe { zero(queues, address, bytes, stream)? };
         }
         // SAFETY: checked and cleared above, for the problem that the backend planned; the stream is live.
         unsafe { launch.launch(&call) }
     }
 
-    /// Whether its lists of tiles are the same in all calls: they follow from the problem, and from numbers that the
-    /// mask as code captures.
+    /// Whether the plan's lists of tiles are the same in all calls: they then follow from the problem, and from numbers
+    /// that the mask as code captures.
     #[must_use]
     pub fn has_lasting_lists(&self) -> bool {
         let Some(fwd) = self.0.problem.forward() else { return false };
@@ -424,7 +427,7 @@ impl<P: Problem> Plan<P> {
     /// As [`Launch::build_list`], with the plan's own problem and list.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub(crate) unsafe fn build_list(
         &self,
         seq: &SeqArgs<'_>,
@@ -438,7 +441,7 @@ impl<P: Problem> Plan<P> {
         unsafe { self.0.launch.build_list(&call) }
     }
 
-    /// The problem as it is computed.
+    /// The problem that the launches compute.
     fn computed(&self) -> &P {
         self.0.folded.as_ref().map_or(&self.0.problem, |folded| &folded.problem)
     }
@@ -467,7 +470,7 @@ impl<P: Problem> Plan<P> {
         &self.0.parts.kernel
     }
 
-    /// How: tile, stages, registers, grid, ... in the order to print them.
+    /// Settings of the kernel (tile, stages, registers, grid and more), in the order to print them.
     #[must_use]
     pub fn details(&self) -> &[(&'static str, String)] {
         &self.0.parts.details
@@ -583,7 +586,7 @@ mod tests {
         }
     }
 
-    /// Launches nothing.
+    /// A launch that does nothing.
     struct Nothing;
 
     impl Launch<ValidFwd> for Nothing {

@@ -60,7 +60,7 @@ impl FromStr for Accuracy {
 pub struct PlanOptions {
     /// Name of the one kernel to use, or else the plan fails; `None`: the backend chooses.
     pub kernel: Option<String>,
-    /// `name=value` pairs for that kernel's tile, honoured or refused: `block_m=128`.
+    /// Fields of that kernel's tile as `name=value` pairs, such as `block_m=128`. Each is honoured or refused.
     pub tile: Vec<(String, String)>,
     /// Whether a kernel that is correct but slow may be used when the fast kernels refuse. The plan then says so
     /// ([`PlanParts::is_fallback`](crate::PlanParts::is_fallback)).
@@ -107,9 +107,9 @@ impl PlanOptions {
     setters! {
         /// Whether a correct but slow kernel may be used when the fast kernels refuse.
         allow_fallback: bool => allow_fallback;
-        /// Treatment of the running maximum.
+        /// How the running maximum of a row is kept.
         accuracy: Accuracy => accuracy;
-        /// Every run gives equal bits.
+        /// Whether every run must give equal bits.
         deterministic: bool => deterministic;
         /// Whether the result bits of a sequence must depend on its own lengths and contents alone.
         batch_invariant: bool => batch_invariant;
@@ -168,26 +168,26 @@ impl PlanOptions {
     }
 }
 
-/// Guarantees that a kernel gives for all inputs.
+/// Guarantees that a plan's kernel gives for all inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
     /// Whether every run gives equal bits.
     pub deterministic: bool,
-    /// A sequence's result has the same bits whatever else is in the batch.
+    /// Whether a sequence's result has the same bits whatever else is in the batch.
     pub batch_invariant: bool,
-    /// A row's result has the same bits whatever other rows its call has, and wherever its keys lie.
+    /// Whether a row's result has the same bits whatever other rows its call has, and wherever its keys lie.
     pub row_invariant: bool,
-    /// Can be captured into a graph and replayed with new lengths.
+    /// Whether a run can be captured into a graph and replayed with new lengths.
     pub graph_capturable: bool,
-    /// Treatment of the running maximum.
+    /// How the running maximum of a row is kept.
     pub accuracy: Accuracy,
     /// Arithmetic in which the products of q and k are summed to a score. LSE is as exact as the scores.
     pub score_sums: ScoreSums,
 }
 
 impl fmt::Display for Promises {
-    /// `exact, deterministic, batch-invariant, row-invariant, graph-capturable`: the promises that hold, and the
-    /// bits of a score's sum if fewer than those of f32.
+    /// Prints the promises that hold, such as `exact, deterministic, batch-invariant, row-invariant, graph-capturable`,
+    /// and the number of bits of a score's sum if it is less than f32's.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.accuracy.fmt(f)?;
         for (name, holds) in [

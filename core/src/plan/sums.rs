@@ -34,8 +34,8 @@ impl ScoreSums {
         }
     }
 
-    /// `sum_d a[d] b[d]`, summed like a [`Cut`](Self::Cut) does for operands whose products are exact in f64; with
-    /// other sums, one product after the other in the operands' own type.
+    /// Computes `sum_d a[d] b[d]` in the order of a [`Cut`](Self::Cut), for operands whose products are exact in f64;
+    /// for other kinds of sums, adds one product after the other in the operands' own type.
     pub(crate) fn dot<T: Float>(self, a: &[T], b: &[T]) -> T {
         let Self::Cut { products, bits } = self else {
             return in_order(a, [b])[0];
@@ -121,7 +121,7 @@ mod tests {
     fn a_products_exponent_is_the_sum_of_its_factors_and_that_of_zero_is_none() {
         let small = 2f32.powi(-8);
         assert_eq!(FP8.dot(&[1.0], &[small]), small);
-        // 2^-10 lies below the last bit of 4 * 4, though not of 4 / 4.
+        // The number 2^-10 lies below the last bit of 4 * 4, though not of 4 / 4.
         let wide = ScoreSums::Cut { products: 3, bits: 14 };
         assert_eq!(wide.dot(&[4.0, -4.0, 2f32.powi(-10)], &[4.0, 4.0, 1.0]), 0.0);
         let tiny = 2f64.powi(-40);

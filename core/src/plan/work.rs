@@ -119,7 +119,7 @@ pub fn visible_pairs(mask: MaskSpec, seqlen_q: u32, seqlen_k: u32) -> u64 {
     (below(hi + 1, keys) - below(left, keys) + below(left, sink_columns)) as u64
 }
 
-/// The sum of the whole numbers from 1 that are less than `end`.
+/// The sum of the integers from 1 that are less than `end`.
 fn up_to(end: i128) -> i128 {
     let end = end.max(1);
     end * (end - 1) / 2
@@ -176,7 +176,7 @@ mod tests {
             new_batch: 0,
             new_row: 0,
         };
-        // 2^58 pairs fit; 2^8 operations for each of them do not.
+        // The number 2^58 of pairs fits 64 bits; 2^8 operations for each of them do not.
         let error = Work::count(&problem, &[span]).unwrap_err();
         assert_eq!(error.field, "seqlen_q");
         assert!(error.text.contains("num_heads_q 1073741824"), "{error}");

@@ -96,7 +96,7 @@ impl E8m0 {
         self.0
     }
 
-    /// The scale as f32. Exact, also for 2^-127, which is subnormal in f32.
+    /// The scale as f32. The conversion is exact, also for 2^-127, which is subnormal in f32.
     #[must_use]
     pub fn to_f32(self) -> f32 {
         match self.0 {
@@ -132,9 +132,9 @@ pub enum BlockFormat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BlockAxis {
-    /// Along a row: Q and K.
+    /// Blocks lie along a row, as for Q and K.
     Dim,
-    /// Down a column, as for V, whose rows are keys.
+    /// Blocks lie down a column, as for V, whose rows are keys.
     Rows,
 }
 
@@ -162,7 +162,7 @@ impl BlockFormat {
         }
     }
 
-    /// Elements of a block.
+    /// Number of elements of a block.
     #[must_use]
     pub const fn block_size(self) -> u32 {
         match self {
@@ -171,7 +171,7 @@ impl BlockFormat {
         }
     }
 
-    /// Elements in a byte.
+    /// Number of elements in a byte.
     #[must_use]
     pub const fn elems_per_byte(self) -> u32 {
         match self {
@@ -391,7 +391,7 @@ impl BlockFormat {
         }
     }
 
-    /// Row and column ranges of the elements that the scale at this place applies to.
+    /// Row and column ranges of the elements to which the scale at this position applies.
     fn places(
         self,
         at: usize,
@@ -419,12 +419,12 @@ fn one(byte: &mut u8) -> &mut [u8] {
     std::slice::from_mut(byte)
 }
 
-/// The number, an infinity as f32's largest.
+/// The number itself; for an infinity, f32's largest number with its sign.
 fn finite(value: f32) -> f64 {
     f64::from(if value.is_infinite() { f32::MAX.copysign(value) } else { value })
 }
 
-/// The largest magnitude, NaN left out.
+/// The largest magnitude; NaNs are ignored.
 fn largest(values: impl Iterator<Item = f32>) -> f64 {
     values.filter(|value| !value.is_nan()).fold(0.0, |most: f64, value| most.max(finite(value).abs()))
 }
@@ -494,7 +494,7 @@ mod tests {
         }
     }
 
-    /// Numbers of several magnitudes, both signs.
+    /// Test numbers of several magnitudes and both signs.
     fn numbers(count: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 37 % 101) as f32 - 50.0) * 2f32.powi((i / 16 % 9) as i32 - 4)).collect()
     }

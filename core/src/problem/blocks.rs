@@ -27,7 +27,7 @@ pub struct BlockScales {
 }
 
 impl BlockScales {
-    /// Contiguous scales of a problem's tensors in this format.
+    /// Scales of a problem's tensors in this format, contiguous.
     #[must_use]
     pub fn new(problem: &FwdProblem, format: BlockFormat) -> Self {
         let unset = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
@@ -36,7 +36,7 @@ impl BlockScales {
         Self { q, k, v, ..unset }
     }
 
-    /// Scales in this format with strides of their own, of Q, K and V.
+    /// Scales of Q, K and V in this format, with these strides.
     #[must_use]
     pub fn strided(format: BlockFormat, [q, k, v]: [Strides; 3]) -> Self {
         Self { format, q, k, v }
@@ -51,7 +51,7 @@ impl BlockScales {
         strides_v: Strides => v;
     }
 
-    /// Shapes of the scales of Q, K and V of these extents.
+    /// Shapes of the scales of Q, K and V, for tensors with these extents.
     #[must_use]
     pub fn shapes(&self, extents: &Extents) -> [Shape; 3] {
         let block = self.format.block_size();
@@ -116,8 +116,10 @@ impl FwdProblem {
         Some(values)
     }
 
+    /// Checks scales by blocks.
+    ///
     /// # Errors
-    /// Scales by blocks beside what does not go with them, by its name.
+    /// The name of a field that cannot be combined with scales by blocks.
     pub(super) fn check_block_scales(&self) -> Result<(), ProblemError> {
         let Some(scales) = &self.block_scales else { return Ok(()) };
         let (format, block) = (scales.format, scales.format.block_size());
@@ -168,8 +170,10 @@ impl FwdProblem {
         Ok(())
     }
 
+    /// Checks the strides of Q, K, V and their scales.
+    ///
     /// # Errors
-    /// Strides of Q, K, V or their scales that do not go with these extents.
+    /// Strides that do not fit these extents.
     pub(super) fn check_scaled_tensors(
         &self,
         scales: &BlockScales,

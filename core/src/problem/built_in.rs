@@ -1,4 +1,5 @@
-//! Problems whose functions, or parts of them, are what kernels have built in: a band, a scale, a soft-cap, ALiBi.
+//! Problems whose functions, or parts of them, equal features that kernels have built in: a band, a scale, a soft-cap,
+//! ALiBi.
 //!
 //! A plan computes such a problem in this form. Its arguments are the caller's: numbers stay where they are, and a
 //! tensor of slopes that a score captures becomes the call's ALiBi slopes for the run.
@@ -11,21 +12,22 @@ use crate::layout::{KvLayout, QLayout};
 use crate::mask::{MaskAlign, MaskShape, MaskSpec};
 use crate::score::Bias;
 
-/// A problem in the form that kernels have built in.
+/// A problem in which kernels' built-in features replace equal parts of its functions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BuiltIn<P> {
     /// The problem.
     pub problem: P,
     /// Index of the captured tensor that holds its ALiBi slopes.
     pub slopes: Option<usize>,
-    /// Text for people on what became of the functions.
+    /// Text that tells people what the functions were replaced by.
     pub words: String,
 }
 
-/// Operands of a score whose captured tensor of a place, the first or the last of `rest` more, is ALiBi's slopes.
+/// Operands of a score in which one captured tensor, the first or the last of the captured ones, becomes ALiBi's
+/// slopes.
 ///
 /// # Errors
-/// A count of captured tensors that is not the functions', and slopes of the caller's own.
+/// A number of captured tensors that differs from the functions', and slopes that the caller gives too.
 pub fn with_slopes<'a>(given: &ScoreArgs<'a>, at: usize, rest: usize) -> Result<ScoreArgs<'a>, ProblemError> {
     let count = given.captured.len();
     ensure!(count == rest + 1, "captured", "captured: {count} tensors given, but {} wanted", rest + 1);
@@ -39,8 +41,8 @@ pub fn with_slopes<'a>(given: &ScoreArgs<'a>, at: usize, rest: usize) -> Result<
 }
 
 impl FwdProblem {
-    /// The problem with what its functions have of kernels' own; `None` where they have nothing of it. A score with
-    /// wanted gradients of what it captures stays a function.
+    /// The problem in which kernels' built-in features replace equal parts of its functions; `None` if no part is equal
+    /// to one. A score with wanted gradients of what it captures stays a function.
     #[must_use]
     pub fn built_in(&self, wants_captured: bool) -> Option<BuiltIn<Self>> {
         if self.code.is_empty()
@@ -61,14 +63,14 @@ impl FwdProblem {
             words.push(word);
             slopes = of_slopes;
         }
-        // Numbers of a call are counted by its functions.
+        // The numbers of a call must still be those of its own functions.
         if words.is_empty() || problem.code.numbers() != self.code.numbers() {
             return None;
         }
         Some(BuiltIn { problem, slopes, words: words.join("; ") })
     }
 
-    /// `seqlen_k - seqlen_q`, where all sequences have the same.
+    /// The difference `seqlen_k - seqlen_q`, if it is the same for all sequences.
     fn fixed_diagonal(&self) -> Option<i64> {
         let Self { layout, dims, cache, .. } = self;
         let is_fixed = layout.q == QLayout::Batch
@@ -79,10 +81,11 @@ impl FwdProblem {
         is_fixed.then(|| i64::from(dims.seqlen_k) - i64::from(dims.seqlen_q))
     }
 
-    /// Makes the mask's bounds the band.
+    /// Replaces the mask's bounds by a band.
     fn fold_mask(&mut self) -> Option<String> {
         let function = self.code.mask.as_ref()?;
-        // Full blocks show what a function hides, and no band; a rotation asks the band whether positions advance.
+        // Full blocks show what a function hides, but not what a band hides; and a rotation depends on whether the band
+        // is causal.
         let has_full = self.masks.block_lists.is_some_and(|lists| lists.full.is_some());
         if has_full || self.cache.rotary.is_some() {
             return None;
@@ -115,7 +118,8 @@ impl FwdProblem {
             MaskAlign::BottomRight => (limits.moved(diagonal), MaskAlign::TopLeft),
         };
         let is_plain = |shape: &MaskShape| !matches!(shape, MaskShape::Generic { .. });
-        // From the other diagonal a band may be a causal one or a window, which generic coordinates are not to kernels.
+        // A band that refers to the other diagonal may still be causal or a window; kernels would not recognise it in
+        // generic coordinates.
         let shape = match self.fixed_diagonal() {
             Some(_) => {
                 self.shape_of(limits, align).filter(is_plain).or_else(|| self.shape_of(other.0, other.1))
@@ -138,9 +142,9 @@ impl FwdProblem {
         Some(word)
     }
 
-    /// The shape of a band; `None` where it has none.
+    /// The mask shape of a band; `None` if no shape describes it.
     fn shape_of(&self, limits: Limits, align: MaskAlign) -> Option<MaskShape> {
-        // No distance is as far.
+        // Limit beyond every distance that can occur.
         const FAR: i64 = i32::MAX as i64 - 1;
         let lo = limits.lo.filter(|&lo| lo > -FAR);
         let hi = limits.hi.filter(|&hi| hi < FAR);
@@ -167,7 +171,8 @@ impl FwdProblem {
         }
     }
 
-    /// Makes the score the scale, the soft-cap and the slopes; the place of these among the captures.
+    /// Replaces the score by the scale, the soft-cap and the slopes; returns the index of the slopes among the
+    /// captures.
     fn fold_score(&mut self) -> Option<(String, Option<usize>)> {
         let form = self.code.score.as_ref()?.score_form(&[])?;
         let ScoreForm { factor, softcap, alibi } = form;
@@ -200,7 +205,7 @@ impl FwdProblem {
         Some((format!("the score is {}", words.join(", ")), slopes))
     }
 
-    /// Place among the captures of a tensor that a call may have as ALiBi's slopes, the first or the last of them.
+    /// Index of the captured tensor that a call may pass as ALiBi's slopes: the first or the last capture.
     fn slopes_of(&self, term: AlibiTerm) -> Option<usize> {
         let score = self.code.score.as_ref()?;
         let name = &score.captures()[term.capture].name;
@@ -214,13 +219,13 @@ impl FwdProblem {
         let tensor = &self.code.captured[at];
         let is_dense = tensor.shape == shape
             && (0..shape.len()).all(|axis| shape[axis] == 1 || tensor.strides[axis] == dense.strides[axis]);
-        // The diagonal that ALiBi takes from the mask is the function's.
+        // ALiBi takes its diagonal from the mask; it must be the one that the function uses.
         let (align, is_signed) = match term.distance {
             Distance::Signed(align) => (align, true),
             Distance::Absolute(align) => (align, false),
         };
         let has_diagonal = self.mask.alibi_align() == align || self.fixed_diagonal() == Some(0);
-        // Beyond the diagonal a signed distance is another one: the band has to hide it.
+        // Beyond the diagonal the signed distance differs from ALiBi's, so the band must hide these pairs.
         let bounds = self.mask.bounds();
         let hides = bounds.hi.is_some_and(|hi| hi <= 0)
             && (bounds.align == align || self.fixed_diagonal() == Some(0));
@@ -251,7 +256,7 @@ mod tests {
     }
 
     proptest! {
-        /// A problem shows the same pairs in both forms, whatever its band; of lengths that a call brings too.
+        /// A problem shows the same pairs in both forms, whatever its band, also if the call brings the lengths.
         #[test]
         fn a_band_of_a_function_shows_the_same_pairs(
             seed: u64,
@@ -321,7 +326,8 @@ mod tests {
         };
         let alibi = "slopes: f32[_]; s + slopes[h] * (k - q)";
         assert_eq!(slopes(alibi, 2).built_in(false).unwrap().slopes, Some(0));
-        // A tensor of another length has its index clamped; wanted gradients are a function's.
+        // A captured tensor with fewer slopes clamps its index; wanted gradients of a capture keep the score a
+        // function.
         assert!(!folds(slopes(alibi, 3)) && slopes(alibi, 2).built_in(true).is_none());
         assert!(!folds(slopes(alibi, 2).mask(MaskSpec::NONE)));
         assert!(folds(slopes("slopes: f32[_]; s - slopes[h] * abs(k - q)", 2).mask(MaskSpec::NONE)));

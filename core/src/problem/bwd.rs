@@ -12,9 +12,9 @@ use crate::setters::setters;
 /// The gradient of an elementwise bias: shaped like the bias, summed over its broadcast axes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BiasGrad {
-    /// f32, f16 or bf16.
+    /// Type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// `batch`, `head`, `seq` (the query) and `dim` (the key, 1). No two elements share an address.
+    /// Strides of `batch`, `head`, `seq` (the query) and `dim` (the key, 1). No two elements share an address.
     pub strides: Strides,
 }
 
@@ -61,7 +61,7 @@ impl BwdProblem {
     /// every option off. Setters turn options on.
     #[must_use]
     pub fn new(fwd: FwdProblem) -> Self {
-        // Strides of stored elements count bytes, and two NVFP4 numbers share one.
+        // With scales by blocks, strides of stored elements count bytes, and two NVFP4 numbers share one.
         let in_blocks = fwd.block_scales.is_some();
         let like = |strides: Strides, shape| {
             if strides.is_injective(shape) && !in_blocks { strides } else { Strides::bshd(shape) }
@@ -84,8 +84,8 @@ impl BwdProblem {
         }
     }
 
-    /// Refuses a problem, for kernels that over lists of keys compute no gradient of a bias, of functions or of
-    /// captured tensors.
+    /// Refuses gradients that kernels over lists of keys do not compute: of a bias, of functions and of captured
+    /// tensors.
     ///
     /// # Errors
     /// Lists of keys together with one of these gradients.
@@ -129,7 +129,7 @@ impl BwdProblem {
         dcaptured: Vec<CapturedGrad> => dcaptured;
         /// Whether the gradient of the sinks is written.
         write_dsink: bool => write_dsink;
-        /// Whether there is a gradient of LSE.
+        /// Whether the caller gives a gradient of LSE.
         has_dlse: bool => has_dlse;
     }
 

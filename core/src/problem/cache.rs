@@ -100,7 +100,7 @@ impl FwdProblem {
         if let Some(rotary) = &self.cache.rotary {
             self.check_rotary(rotary)?;
         }
-        // The band decides, not the text of the mask: `b:-1,0` is causal too.
+        // The bounds of the band decide whether it is causal, not the mask's text: `b:-1,0` is causal too.
         let is_causal = self.mask.bounds() == MaskSpec::CAUSAL.bounds() && self.mask.sink_columns == 0;
         ensure!(
             !self.cache.tree_mask || is_causal,
@@ -189,7 +189,7 @@ impl FwdProblem {
         }
         let (k, dtype_k) = self.k_in_memory(k);
         check_output("k", self.strides.k, k, dtype_k)?;
-        // A column-major V is written by elements: no two of them may share an address either.
+        // Elements of a column-major V are written one by one, so no two of them may share an address either.
         ensure!(
             self.cache.v_in_k || self.strides.v.is_injective(v),
             "v",

@@ -13,7 +13,7 @@ use crate::layout::{KvLayout, Shape, Strides, VLayout};
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CacheScales {
-    /// Rows that share a scale: 1 is a scale for each token and head.
+    /// Number of rows that share a scale: with 1 each token and head has a scale.
     pub block: u32,
     /// Strides of K's scales, in scales.
     pub k: Strides,
@@ -100,7 +100,7 @@ impl FwdProblem {
         } else if let Some(name) = outputs {
             Some((name, format!("{name} is wanted")))
         } else if let Some(append) = cache.append.filter(|_| block > 1) {
-            // Rows that are there have the block's scale already.
+            // Appended rows would share a scale with rows that are in the cache already.
             Some(("append", format!("append of seqlen_new {}", append.seqlen_new)))
         } else if let (Some(append), Some(rotary)) = (cache.append, cache.rotary) {
             let text =
@@ -116,8 +116,10 @@ impl FwdProblem {
         Ok(())
     }
 
+    /// Checks the strides of the scales.
+    ///
     /// # Errors
-    /// Strides of the scales that do not go with these shapes of K and V.
+    /// Strides that do not fit these shapes of K and V.
     pub(crate) fn check_scale_strides(&self, k: Shape, v: Shape) -> Result<(), ProblemError> {
         let Some(scales) = &self.cache.scales else { return Ok(()) };
         for (name, strides, of) in [("k_scale", scales.k, k), ("v_scale", scales.v, v)] {

@@ -26,7 +26,7 @@ pub struct Code {
 pub struct CapturedTensor {
     /// Name by which functions read the tensor.
     pub name: String,
-    /// Extents, one at least each.
+    /// Extents of the axes, each at least one.
     pub shape: Vec<u32>,
     /// Element strides of each axis, at least 0.
     pub strides: Vec<i64>,
@@ -76,9 +76,9 @@ pub enum PartNumber {
 /// an element.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CapturedGrad {
-    /// The tensor.
+    /// Name of the captured tensor.
     pub name: String,
-    /// The type of its elements: f32, f16 or bf16.
+    /// Type of the gradient's elements: f32, f16 or bf16.
     pub dtype: DType,
 }
 
@@ -177,9 +177,11 @@ impl Code {
         )
     }
 
+    /// Checks the functions and their captures.
+    ///
     /// # Errors
-    /// A function in the other's place, one name that is two things, and extents that no function reads, that are
-    /// missing or that do not fit.
+    /// A score in place of a mask or the reverse, one name that two captures have, and extents that are missing, that
+    /// no function reads, or that do not fit.
     pub(crate) fn check(&self) -> Result<(), ProblemError> {
         if let Some(score) = &self.score {
             ensure!(!score.is_mask(), "score", "score {score:?} is a bool: it is a mask");
@@ -248,8 +250,10 @@ impl Code {
         Ok(())
     }
 
+    /// Checks the wanted gradients of captured tensors.
+    ///
     /// # Errors
-    /// A gradient of what is not captured, has none, or is of no float type.
+    /// A gradient of a tensor that is not captured or has no gradient, or of a type that is no float.
     pub(crate) fn check_gradients(&self, gradients: &[CapturedGrad]) -> Result<(), ProblemError> {
         for (at, CapturedGrad { name, dtype }) in gradients.iter().enumerate() {
             let is_twice = gradients[..at].iter().any(|other| other.name == *name);
@@ -323,8 +327,10 @@ impl Code {
         Err(Refusal::new(kernel, format!("{what} is not in this kernel")))
     }
 
+    /// Checks the numbers of a call.
+    ///
     /// # Errors
-    /// Numbers of a call that are not as many, or of other types, than the functions capture.
+    /// Numbers whose count or types differ from those that the functions capture.
     pub(crate) fn check_numbers(&self, given: &[Number]) -> Result<(), ProblemError> {
         let wanted = self.numbers();
         ensure!(

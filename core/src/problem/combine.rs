@@ -29,14 +29,14 @@ pub enum Merge {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CombineProblem {
-    /// Parts to merge.
+    /// Number of parts to merge.
     #[doc(alias = "num_splits")]
     pub num_parts: u32,
     /// Number of sequences.
     pub batch: u32,
-    /// Rows of each sequence.
+    /// Number of rows of each sequence.
     pub seqlen_q: u32,
-    /// Heads.
+    /// Number of heads.
     pub num_heads_q: u32,
     /// Elements in a row of O.
     pub head_dim_v: u32,
@@ -96,7 +96,7 @@ impl CombineProblem {
         Shape { batch: self.batch, seq: self.seqlen_q, head: self.num_heads_q, dim: self.head_dim_v }
     }
 
-    /// Elements of each LSE.
+    /// Number of elements of each LSE.
     #[must_use]
     pub fn lse_elems(&self) -> u64 {
         Shape { dim: 1, ..self.shape() }.num_elems()

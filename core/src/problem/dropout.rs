@@ -67,7 +67,7 @@ pub struct KeepMask {
 }
 
 impl KeepMask {
-    /// The mask of sequence `i_batch`, query head `i_head`.
+    /// The keep mask of sequence `i_batch` and query head `i_head`.
     #[must_use]
     pub fn new(p_drop: f32, at: DropoutSeed, i_batch: u32, i_head: u32, num_heads_q: u32) -> Self {
         Self {
@@ -96,7 +96,7 @@ impl KeepMask {
         let kept = |word: u32| u64::from(word) < self.threshold;
         match (self.position_k % 4) as usize {
             0 => words(first).map(kept),
-            // The four keys lie in two of the sequence's quads.
+            // The four keys lie in two groups of four of the sequence.
             skipped => {
                 let (one, two) = (words(first), words(first.wrapping_add(1)));
                 std::array::from_fn(|word| {
@@ -114,13 +114,13 @@ impl KeepMask {
     }
 }
 
-/// `floor((1 - p_drop) * 2^32)`, in 64 bits, since the value is 2^32 (keep all) if `p_drop` is 0.
+/// Threshold `floor((1 - p_drop) * 2^32)`, in 64 bits, since it is 2^32 (keep all) if `p_drop` is 0.
 #[must_use]
 pub fn keep_threshold(p_drop: f32) -> u64 {
     ((1.0 - f64::from(p_drop)) * 4_294_967_296.0) as u64
 }
 
-/// `1 / (1 - p_drop)`: what a kept probability is multiplied by.
+/// Factor `1 / (1 - p_drop)` by which a kept probability is multiplied.
 #[must_use]
 pub fn keep_scale(p_drop: f32) -> f64 {
     1.0 / (1.0 - f64::from(p_drop))
@@ -173,7 +173,8 @@ mod tests {
     fn a_word_that_is_the_threshold_is_dropped_and_the_one_below_it_kept() {
         let at = DropoutSeed { seed: 9, offset: 4 };
         let word = |i: u32| philox4x32_10([0, i, 0, 4], [9, 0])[0];
-        // A word of the uppermost 2^24 is 2^32 - n with an n that f32 holds: the threshold of p_drop = n / 2^32.
+        // A word in the uppermost 2^24 is 2^32 - n with an n that f32 represents exactly: the threshold of p_drop = n /
+        // 2^32.
         let i = (0..10_000).find(|&i| word(i) > 0xff00_0000).unwrap();
         let n = word(i).wrapping_neg();
         let p_drop = |n: u32| n as f32 / 4_294_967_296.0;

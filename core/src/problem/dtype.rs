@@ -179,8 +179,8 @@ mod tests {
 
     #[test]
     fn narrowing_from_f64_rounds_once() {
-        // Just above the tie between 1 and its successor: rounding through f32 first would land on
-        // the tie and then go to even, down to 1.
+        // The number lies just above the tie between 1 and its successor. Rounding through f32 first would give the
+        // tie, which then rounds to even, down to 1.
         let above_tie = 1.0 + f64::from(f16::EPSILON) / 2.0 + 1e-12;
         assert_eq!(DType::F16.round(above_tie), 1.0 + f64::from(f16::EPSILON));
         let above_tie = 1.0 + f64::from(bf16::EPSILON) / 2.0 + 1e-12;
@@ -196,7 +196,7 @@ mod tests {
             // The tie is exact in f32, so rounding to f32 changes nothing before the rounding to 16 bits.
             let tie = 1.0 + step / 2.0;
             assert_eq!(dtype.round(tie), 1.0, "{dtype}");
-            // Truncated to f32, this number is the one after the tie, whose last bit is odd already.
+            // Truncated to f32, this number becomes the f32 after the tie, whose last bit is odd already.
             let above = tie + f64::from(f32::EPSILON) * 1.25;
             assert_eq!(dtype.round(above), 1.0 + step, "{dtype}");
             assert_eq!(dtype.round(-above), -1.0 - step, "{dtype}");

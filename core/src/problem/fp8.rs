@@ -12,9 +12,9 @@ struct Format {
     bias: i32,
     /// Largest finite magnitude, as bits without the sign.
     max_bits: u8,
-    /// The NaN that conversions make.
+    /// The NaN that conversions produce.
     nan_bits: u8,
-    /// FNUZ: 0x80 is the only NaN, and there is no −0.
+    /// Whether the format is FNUZ: 0x80 is the only NaN, and there is no −0.
     fnuz: bool,
 }
 
@@ -51,7 +51,7 @@ impl Format {
         if sign == 0 { value } else { -value }
     }
 
-    /// Nearest even, saturating; NaN stays NaN.
+    /// Rounds to nearest even and saturates; NaN stays NaN.
     fn encode_saturating(&self, value: f64) -> u8 {
         if value.is_nan() {
             return self.nan_bits;
@@ -101,13 +101,13 @@ macro_rules! fp8_type {
                 Self(bits)
             }
 
-            /// The bits.
+            /// The number's bits.
             #[must_use]
             pub const fn to_bits(self) -> u8 {
                 self.0
             }
 
-            /// Exact.
+            /// The number as f32; the conversion is exact.
             #[must_use]
             pub fn to_f32(self) -> f32 {
                 Self::FORMAT.decode(self.0)

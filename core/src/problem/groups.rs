@@ -56,7 +56,7 @@ pub struct Score {
     /// Factor of `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`. Any finite number is valid, also 0.
     #[doc(alias = "sm_scale")]
     pub softmax_scale: Option<f32>,
-    /// `softcap * tanh(S / softcap)`, before the bias. Finite and positive.
+    /// Cap of `softcap * tanh(S / softcap)`, which is applied before the bias. Finite and positive.
     pub softcap: Option<f32>,
     /// Term that is added to a score.
     pub bias: Bias,

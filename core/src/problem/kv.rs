@@ -6,13 +6,13 @@ use crate::layout::{QLayout, Strides};
 
 /// New keys and values: written to the cache from row `seqused_k[b]` on, then used like the other keys.
 ///
-/// k_new `[batch, seqlen_new, num_heads_kv, head_dim_qk]` and v_new `[.., head_dim_v]`, in the types of K and V,
-/// or packed by `cu_seqlens_new`.
+/// The shapes are k_new `[batch, seqlen_new, num_heads_kv, head_dim_qk]` and v_new `[.., head_dim_v]`, in the types of
+/// K and V, or packed by `cu_seqlens_new`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Append {
-    /// A batch axis, or sequences one after another.
+    /// Layout of the new rows: a batch axis, or sequences one after another.
     pub layout: QLayout,
-    /// New rows of each sequence; with packed rows, an upper bound over the sequences.
+    /// Number of new rows of each sequence; with packed rows, an upper bound over the sequences.
     pub seqlen_new: u32,
     /// Strides of k_new.
     pub k_new: Strides,
@@ -24,9 +24,9 @@ pub struct Append {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RotaryPairs {
-    /// 2i and 2i + 1 (GPT-J).
+    /// Elements 2i and 2i + 1 form a pair (GPT-J).
     Interleaved,
-    /// i and i + dim / 2 (GPT-NeoX).
+    /// Elements i and i + dim / 2 form a pair (GPT-NeoX).
     Half,
 }
 
@@ -41,20 +41,20 @@ pub struct Rotary {
     pub dim: u32,
     /// Which elements of a row form a pair that is rotated.
     pub pairs: RotaryPairs,
-    /// Rows of cos and sin.
+    /// Number of rows of cos and sin.
     pub max_pos: u32,
     /// Type of cos and sin: f32, or that of Q.
     pub dtype: DType,
 }
 
 impl Rotary {
-    /// Elements of cos, and of sin.
+    /// Number of elements of cos, and of sin.
     #[must_use]
     pub fn table_elems(&self) -> u64 {
         u64::from(self.max_pos) * u64::from(self.dim / 2)
     }
 
-    /// The two elements of the i-th pair.
+    /// Indices of the two elements of the i-th pair.
     #[must_use]
     #[inline]
     pub fn pair(&self, i: u32) -> (usize, usize) {
@@ -89,7 +89,7 @@ mod tests {
                 RotaryPairs::Interleaved,
                 [1.0 * 0.5 - 2.0 * 2.0, 2.0 * 0.5 + 1.0 * 2.0, -9.0 - 1.25, -15.0 + 0.75],
             ),
-            // (1, 3) and (2, 5).
+            // The pairs are (1, 3) and (2, 5).
             (RotaryPairs::Half, [0.5 - 6.0, -6.0 - 1.25, 1.5 + 2.0, -15.0 + 0.5]),
         ] {
             let rotary = Rotary { dim: 4, pairs, max_pos: 3, dtype: DType::F32 };

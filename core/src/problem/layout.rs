@@ -5,13 +5,13 @@
 /// A packed tensor has `batch` 1 and `seq` = the total number of rows; a paged one has pages as `batch`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
-    /// Sequences, 1 when packed, pages when paged.
+    /// Number of sequences; 1 if packed, the number of pages if paged.
     pub batch: u32,
-    /// Rows of one sequence, of the packed tensor, or of a page.
+    /// Number of rows of one sequence, of the packed tensor, or of a page.
     pub seq: u32,
-    /// Heads.
+    /// Number of heads.
     pub head: u32,
-    /// Elements of one head's row.
+    /// Number of elements of one head's row.
     pub dim: u32,
 }
 
@@ -24,7 +24,7 @@ impl Shape {
         if self.is_empty() { 0 } else { extents.into_iter().fold(1, u64::saturating_mul) }
     }
 
-    /// Whether it has no elements.
+    /// Whether a tensor of this shape has no elements.
     #[inline]
     pub(crate) fn is_empty(self) -> bool {
         self.batch == 0 || self.seq == 0 || self.head == 0 || self.dim == 0
@@ -52,9 +52,9 @@ pub struct Strides {
     pub dim: i64,
 }
 
-/// Contiguous strides that do not fit i64 saturate: no valid tensor is that large, so validation refuses them.
+/// Contiguous strides that do not fit i64 saturate. No valid tensor is so large, and validation refuses them.
 impl Strides {
-    /// Contiguous `[batch, seq, head, dim]`.
+    /// Strides of a contiguous tensor `[batch, seq, head, dim]`.
     #[must_use]
     pub fn bshd(shape: Shape) -> Self {
         let head = i64::from(shape.dim);
@@ -62,7 +62,7 @@ impl Strides {
         Self { batch: seq.saturating_mul(i64::from(shape.seq)), seq, head, dim: 1 }
     }
 
-    /// Contiguous `[batch, head, seq, dim]`.
+    /// Strides of a contiguous tensor `[batch, head, seq, dim]`.
     #[must_use]
     pub fn bhsd(shape: Shape) -> Self {
         let seq = i64::from(shape.dim);
@@ -70,7 +70,7 @@ impl Strides {
         Self { batch: head.saturating_mul(i64::from(shape.head)), seq, head, dim: 1 }
     }
 
-    /// Contiguous `[batch, head, dim, seq]`: V column-major.
+    /// Strides of a contiguous tensor `[batch, head, dim, seq]`: a column-major V.
     #[must_use]
     pub fn bhds(shape: Shape) -> Self {
         let dim = i64::from(shape.seq);
@@ -141,7 +141,7 @@ impl Strides {
         true
     }
 
-    /// `(stride, extent)` of the axes that have more than one element.
+    /// Pairs `(stride, extent)` of the axes with more than one element.
     fn live(self, shape: Shape) -> impl Iterator<Item = (i64, u32)> {
         [(self.batch, shape.batch), (self.seq, shape.seq), (self.head, shape.head), (self.dim, shape.dim)]
             .into_iter()
@@ -152,7 +152,7 @@ impl Strides {
 /// Layout of Q and O in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QLayout {
-    /// Equal extents, a batch axis.
+    /// A batch axis, with equal extents for all sequences.
     Batch,
     /// Sequences one after another; `cu_seqlens_q`, i32 `[batch + 1]`, says where each starts.
     #[doc(alias = "varlen")]
@@ -163,7 +163,7 @@ pub enum QLayout {
 /// Layout of K and V in memory, independent of Q's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvLayout {
-    /// Equal extents, a batch axis.
+    /// A batch axis, with equal extents for all sequences.
     Strided,
     /// Sequences one after another; `cu_seqlens_k`, i32 `[batch + 1]`, says where each starts.
     #[doc(alias = "varlen")]
@@ -173,7 +173,7 @@ pub enum KvLayout {
     /// table, i32 `[batch, max_pages]`, says which pages hold a sequence's keys.
     #[doc(alias = "block_table")]
     Paged {
-        /// Rows of a page, at least 1.
+        /// Number of rows of a page, at least 1.
         page_size: u32,
     },
 }
@@ -185,7 +185,7 @@ impl KvLayout {
         matches!(self, KvLayout::Paged { .. })
     }
 
-    /// Rows of a page; `None` where there are no pages.
+    /// Number of rows of a page; `None` without pages.
     #[must_use]
     pub fn page_size(self) -> Option<u32> {
         match self {
@@ -199,13 +199,13 @@ impl KvLayout {
 /// whose steps differ in them plans once. Each is given iff the problem's layout has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Totals {
-    /// Rows of packed Q and O.
+    /// Number of rows of packed Q and O.
     pub total_q: Option<u32>,
-    /// Rows of packed K and V.
+    /// Number of rows of packed K and V.
     pub total_k: Option<u32>,
-    /// Pages of paged K and V.
+    /// Number of pages of paged K and V.
     pub num_pages: Option<u32>,
-    /// Rows of packed new keys and values.
+    /// Number of rows of packed new keys and values.
     pub total_new: Option<u32>,
 }
 

@@ -20,7 +20,7 @@ pub enum ListEntries {
     /// A run of keys: entry `e` stands for positions from `e * size` up to `(e + 1) * size` or the length. An entry
     /// that is negative, or whose first position is not below the length, is absent.
     Blocks {
-        /// Keys of a block, at least 1.
+        /// Number of keys of a block, at least 1.
         size: u32,
     },
 }
@@ -32,9 +32,9 @@ pub enum ListEntries {
 pub enum ListLength {
     /// Every list has `topk` entries; there is no `topk_length`.
     Whole,
-    /// `[batch]`: the entries of each list of a sequence.
+    /// Each sequence has one number, `[batch]`, for all its lists.
     Sequence,
-    /// `[batch, seqlen_q]`, packed `[total_q]`: the entries of each list of a token.
+    /// Each token has one number, `[batch, seqlen_q]`, packed `[total_q]`, for all its lists.
     Token,
 }
 
@@ -46,7 +46,7 @@ pub enum ListLength {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct KeyLists {
-    /// Entries of each list; 0 makes every row empty.
+    /// Number of entries of each list; 0 makes every row empty.
     pub topk: u32,
     /// Meaning of the entries.
     pub entries: ListEntries,
@@ -92,7 +92,7 @@ impl KeyLists {
         Shape { batch, seq, head: dims.num_heads_kv, dim: self.topk }
     }
 
-    /// Elements of `topk_length`.
+    /// Number of elements of `topk_length`.
     #[must_use]
     pub fn length_elems(&self, problem: &FwdProblem, totals: Totals) -> u64 {
         let shape = self.shape(problem, totals);
@@ -120,8 +120,10 @@ impl FwdProblem {
         self.lists.is_some_and(|lists| lists.entries == ListEntries::Addresses)
     }
 
+    /// Checks lists of keys.
+    ///
     /// # Errors
-    /// Lists beside what does not go with them, by its name.
+    /// The name of a field that cannot be combined with lists.
     pub(crate) fn check_lists(&self) -> Result<(), ProblemError> {
         let Some(lists) = &self.lists else { return Ok(()) };
         let topk = lists.topk;
@@ -160,7 +162,7 @@ impl FwdProblem {
         if lists.entries == ListEntries::Addresses { self.check_addresses(topk) } else { Ok(()) }
     }
 
-    /// Refuses options that need a key's position beside lists of addresses.
+    /// Refuses options that need a key's position, if lists contain addresses.
     fn check_addresses(&self, topk: u32) -> Result<(), ProblemError> {
         let KvLayout::Paged { .. } = self.layout.kv else {
             let text =
@@ -193,12 +195,14 @@ impl FwdProblem {
         }
     }
 
+    /// Checks the strides of `indices`.
+    ///
     /// # Errors
-    /// Strides of `indices` that do not go with these extents.
+    /// Strides that do not fit these extents.
     pub(crate) fn check_list_strides(&self, totals: Totals) -> Result<(), ProblemError> {
         let Some(lists) = &self.lists else { return Ok(()) };
         let shape = lists.shape(self, totals);
-        // Entries are as large as f32.
+        // Entries are i32, which are as large as f32.
         check_input("indices", lists.strides, shape, DType::F32)?;
         check_unit_stride("indices", "dim", lists.strides.dim, shape.dim)
     }

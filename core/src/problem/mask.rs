@@ -20,16 +20,16 @@ pub enum MaskAlign {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MaskShape {
-    /// Every key is visible.
+    /// Every query sees every key.
     None,
-    /// No key beyond the diagonal.
+    /// Keys beyond the diagonal are hidden.
     Causal(MaskAlign),
     /// Keys from `left` before the diagonal to `right` beyond it, both included.
     #[doc(alias = "local")]
     Window {
-        /// Keys before the diagonal; `None` = all.
+        /// Number of keys before the diagonal; `None` = all.
         left: Option<u32>,
-        /// Keys beyond the diagonal; `None` = all.
+        /// Number of keys beyond the diagonal; `None` = all.
         right: Option<u32>,
         /// Start of the diagonal.
         align: MaskAlign,
@@ -37,9 +37,9 @@ pub enum MaskShape {
     /// Generic coordinates, as Composable Kernel's documentation defines them: key j is visible to
     /// query i iff `i - y + 1 <= j < min(i + x, seqlen_k)`.
     Generic {
-        /// `1 - lo`.
+        /// The coordinate `1 - lo`.
         y: i32,
-        /// `1 + hi`.
+        /// The coordinate `1 + hi`.
         x: i32,
     },
 }
@@ -47,7 +47,7 @@ pub enum MaskShape {
 /// A mask: its shape, and how many leading keys (sink columns) the lower bound never hides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MaskSpec {
-    /// The band.
+    /// Shape of the band.
     pub shape: MaskShape,
     /// Key `j < sink_columns` is visible below the lower bound too, but never beyond the upper one.
     #[doc(alias = "attention sinks")]
@@ -69,11 +69,11 @@ pub struct MaskBounds {
 /// Which bounds a mask has: a compile-time property of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskKind {
-    /// Every key: no limit, upper or lower.
+    /// The mask has no bounds: every key is visible.
     Full,
-    /// An upper bound only.
+    /// The mask has an upper bound only.
     Upper,
-    /// A lower bound, with or without an upper bound and sink columns.
+    /// The mask has a lower bound, with or without an upper bound and sink columns.
     Band,
 }
 
@@ -88,7 +88,7 @@ pub struct MaskBand {
     pub lo: i64,
     /// Largest visible `j - i`.
     pub hi: i64,
-    /// Leading keys that `lo` does not hide.
+    /// Number of leading keys that `lo` does not hide.
     pub sink_columns: i64,
 }
 
@@ -104,10 +104,10 @@ pub enum BlockClass {
 }
 
 impl MaskSpec {
-    /// Every key visible.
+    /// The mask under which every key is visible.
     pub const NONE: Self = Self { shape: MaskShape::None, sink_columns: 0 };
 
-    /// Causal, the last query aligned with the last key, as in FlashAttention.
+    /// The causal mask, the last query aligned with the last key, as in FlashAttention.
     pub const CAUSAL: Self = Self { shape: MaskShape::Causal(MaskAlign::BottomRight), sink_columns: 0 };
 
     /// Limits of the keys that a query sees, relative to the mask's diagonal.
@@ -146,7 +146,7 @@ impl MaskSpec {
         MaskBand {
             lo: lo.map_or(least, |lo| (lo + diag).clamp(least, most)),
             hi: hi.map_or(most, |hi| (hi + diag).clamp(least, most)),
-            // Without a lower bound no key is hidden that a sink column could show.
+            // Without a lower bound the band hides no key that a sink column could show, so sink columns are dropped.
             sink_columns: lo.map_or(0, |_| i64::from(self.sink_columns).min(most)),
         }
     }
@@ -162,7 +162,7 @@ impl MaskSpec {
 }
 
 impl MaskAlign {
-    /// `j - i` of the diagonal.
+    /// The difference `j - i` on the diagonal.
     #[must_use]
     pub fn diagonal(self, seqlen_q: u32, seqlen_k: u32) -> i64 {
         match self {
@@ -297,7 +297,7 @@ impl FromStr for MaskSpec {
     }
 }
 
-/// −1 is unbounded, in text only.
+/// In text, −1 means unbounded.
 fn bound(name: &str, value: i64) -> Result<Option<u32>, ProblemError> {
     match value {
         -1 => Ok(None),

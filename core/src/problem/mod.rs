@@ -51,22 +51,22 @@ use crate::setters::setters;
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Dims {
-    /// Sequences.
+    /// Number of sequences.
     #[doc(alias = "b")]
     pub batch: u32,
-    /// Queries of a sequence; with packed rows, an upper bound over the sequences.
+    /// Number of queries of a sequence; with packed rows, an upper bound over the sequences.
     #[doc(alias = "max_seqlen_q")]
     pub seqlen_q: u32,
-    /// Keys of a sequence; with packed rows or pages, an upper bound over the sequences.
+    /// Number of keys of a sequence; with packed rows or pages, an upper bound over the sequences.
     #[doc(alias = "max_seqlen_k")]
     pub seqlen_k: u32,
-    /// Query heads, a multiple of `num_heads_kv`.
+    /// Number of query heads, a multiple of `num_heads_kv`.
     pub num_heads_q: u32,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_heads_kv: u32,
-    /// Elements of a query's or key's row.
+    /// Number of elements of a query's or key's row.
     pub head_dim_qk: u32,
-    /// Elements of a value's or output's row.
+    /// Number of elements of a value's or output's row.
     pub head_dim_v: u32,
 }
 
@@ -131,13 +131,13 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct FwdProblem {
-    /// The sizes.
+    /// Sizes of the problem.
     pub dims: Dims,
     /// Layouts of the tensors, and which of their rows are in use.
     pub layout: Layouts,
     /// Element types of the tensors.
     pub dtypes: DTypes,
-    /// Strides of the tensors.
+    /// Strides of each tensor.
     pub strides: TensorStrides,
     /// The mask: which keys a query sees.
     pub mask: MaskSpec,
@@ -226,11 +226,11 @@ impl FwdProblem {
     setters! {
         /// Sets the sizes. Strides stay as they are.
         dims: Dims => dims;
-        /// How Q and O lie.
+        /// Layout of Q and O in memory.
         q_layout: QLayout => layout.q;
-        /// How K and V lie.
+        /// Layout of K and V in memory.
         kv_layout: KvLayout => layout.kv;
-        /// Which axis of V has stride 1.
+        /// Axis of V that has stride 1.
         v_layout: VLayout => layout.v;
         /// Whether a call gives `seqused_q`, the number of queries in use of each sequence.
         seqused_q: bool => layout.seqused_q;
@@ -250,7 +250,7 @@ impl FwdProblem {
         strides_v: Strides => strides.v;
         /// Strides of O.
         strides_o: Strides => strides.o;
-        /// Which keys a query sees.
+        /// The mask: which keys a query sees.
         mask: MaskSpec => mask;
         /// The keys that each query lists, in place of all keys.
         lists: impl Into<Option<KeyLists>> => lists;
@@ -258,13 +258,13 @@ impl FwdProblem {
         second: impl Into<Option<SecondCache>> => second;
         /// Ranges of keys for each query row.
         intervals: impl Into<Option<Intervals>> => masks.intervals;
-        /// A bit for each query and key.
+        /// A mask with one bit for each query and key.
         mask_bits: impl Into<Option<MaskBits>> => masks.bits;
-        /// Blocks of queries and keys.
+        /// Lists of the blocks of keys that each block of queries sees.
         block_lists: impl Into<Option<BlockLists>> => masks.block_lists;
         /// Factor of `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
         softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
-        /// `softcap * tanh(S / softcap)`, before the bias.
+        /// Cap of `softcap * tanh(S / softcap)`, which is applied before the bias.
         softcap: impl Into<Option<f32>> => score.softcap;
         /// Bias that is added to a score.
         bias: Bias => score.bias;
@@ -272,7 +272,7 @@ impl FwdProblem {
         sink: bool => score.sink;
         /// Function that modifies a scaled score.
         score_code: impl Into<Option<Function>> => code.score;
-        /// Which pairs are seen, as code.
+        /// Mask function: which pairs are visible.
         mask_code: impl Into<Option<Function>> => code.mask;
         /// The tensors that the functions capture.
         captured: Vec<CapturedTensor> => code.captured;
@@ -286,13 +286,13 @@ impl FwdProblem {
         descale_v: Descale => scales.descale_v;
         /// Whether FP8 O is multiplied by a number before it is rounded.
         scale_o: bool => scales.scale_o;
-        /// Scales by blocks of Q, K and V.
+        /// Scales by blocks of Q, K and V (MXFP8, NVFP4).
         block_scales: impl Into<Option<BlockScales>> => block_scales;
         /// FP8 type of the stored K and V under a 16-bit Q.
         dtype_cache: impl Into<Option<DType>> => cache.dtype;
         /// Format of K's rows if they are bytes that include their own scales.
         cache_rows: impl Into<Option<CacheRows>> => cache.rows;
-        /// Scales of a cache in FP8 by rows.
+        /// Scales of the rows of an FP8 cache.
         cache_scales: impl Into<Option<CacheScales>> => cache.scales;
         /// Whether V is the first `head_dim_v` elements of K's rows.
         v_in_k: bool => cache.v_in_k;
@@ -302,7 +302,7 @@ impl FwdProblem {
         rotary: impl Into<Option<Rotary>> => cache.rotary;
         /// Whether a tree mask replaces the causal mask among the last keys.
         tree_mask: bool => cache.tree_mask;
-        /// Place of the call within a larger one that it is a part of.
+        /// Position of the call in a larger whole of which it is a part.
         part: Part => part;
         /// Whether LSE is written.
         write_lse: bool => write_lse;
@@ -344,7 +344,7 @@ impl FwdProblem {
         self.longest().o
     }
 
-    /// The tensors' extents with as many packed rows or pages as the longest sequence has, and at least two.
+    /// Extents of the tensors if they had as many packed rows or pages as the longest sequence needs, at least two.
     fn longest(&self) -> Extents {
         let Dims { seqlen_q, seqlen_k, .. } = self.dims;
         let pages = self.layout.kv.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
@@ -624,15 +624,15 @@ impl FwdProblem {
 /// Extents in memory of a call's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extents {
-    /// Q, and dQ.
+    /// Extents of Q, and of dQ.
     pub q: Shape,
-    /// K, and dK.
+    /// Extents of K, and of dK.
     pub k: Shape,
-    /// V, and dV.
+    /// Extents of V, and of dV.
     pub v: Shape,
-    /// O, and dO.
+    /// Extents of O, and of dO.
     pub o: Shape,
-    /// Elements of LSE, and dLSE.
+    /// Number of elements of LSE, and of dLSE.
     pub lse_elems: u64,
 }
 

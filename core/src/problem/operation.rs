@@ -19,13 +19,13 @@ use crate::sparse::{ValidChoose, ValidIndexLoss};
 pub enum Operation {
     /// Computes O and LSE from Q, K and V.
     Forward,
-    /// Gradients.
+    /// The gradients of attention.
     Backward,
-    /// Partial results merged.
+    /// Partial results are merged.
     Combine,
-    /// Keys or blocks chosen by their scores.
+    /// Keys or blocks are chosen by their scores.
     Choose,
-    /// A tensor in a format with scales by blocks.
+    /// A tensor is converted to a format with scales by blocks.
     Quantize,
     /// The loss that trains an indexer, and its gradients.
     IndexLoss,

@@ -82,7 +82,7 @@ impl FwdProblem {
         MaskBand {
             lo: lo.map_or(least, |lo| (lo + diag).clamp(least, most)),
             hi: hi.map_or(most, |hi| (hi + diag).clamp(least, most)),
-            // Without a lower bound nothing is hidden that a sink column could show.
+            // Without a lower bound the band hides no key that a sink column could show, so sink columns are dropped.
             sink_columns: lo.map_or(0, |_| sinks.clamp(0, most)),
         }
     }
@@ -186,7 +186,7 @@ mod tests {
             .p_drop(0.5)
     }
 
-    /// The band as the device code resolves it.
+    /// The band as device code computes it.
     fn on_a_device(problem: &FwdProblem, seqlen_q: u32, seqlen_k: u32) -> MaskBand {
         let (bounds, sinks) = problem.device_mask();
         let diag = bounds.align.diagonal(seqlen_q, seqlen_k);

@@ -1,5 +1,5 @@
-//! One tensor to a format with scales by blocks, as a problem that a device plans: what [`BlockFormat::quantize`] does
-//! to rows on the host, to the same bits.
+//! The conversion of one tensor to a format with scales by blocks, as a problem that a device plans. The result has the
+//! bits that [`BlockFormat::quantize`] gives on the host.
 
 use super::{MAX_HEAD_DIM, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::block_scales::{BlockAxis, BlockFormat};
@@ -9,14 +9,14 @@ use crate::layout::{Shape, Strides};
 use crate::problem::BYTE;
 use crate::setters::setters;
 
-/// The scale of a whole tensor, f32, by which its numbers are divided before their blocks have scales.
+/// Source of the scale of a whole tensor, an f32 by which its numbers are divided before their blocks are scaled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TensorScale {
-    /// 1, which is not in memory.
+    /// The scale is 1 and is not in memory.
     One,
-    /// One number that the caller brings. One that is not positive and finite makes every block's scale NaN.
+    /// The caller gives the scale. If it is not positive and finite, every block's scale is NaN.
     Given,
-    /// One number that the call writes: the largest magnitude / 2688, or 1 as in [`BlockFormat::tensor_scale`].
+    /// The call computes and writes the scale: the largest magnitude / 2688, or 1 as in [`BlockFormat::tensor_scale`].
     Written,
 }
 
@@ -62,7 +62,7 @@ pub struct QuantizeProblem {
 }
 
 impl QuantizeProblem {
-    /// A conversion between contiguous tensors.
+    /// A conversion whose tensors are contiguous.
     #[must_use]
     pub fn new(format: BlockFormat, axis: BlockAxis, dtype: DType, shape: Shape) -> Self {
         let tensor_scale = if format == BlockFormat::Nvfp4 { TensorScale::Written } else { TensorScale::One };
@@ -84,7 +84,7 @@ impl QuantizeProblem {
     }
 
     setters! {
-        /// The scale of the whole tensor.
+        /// Source of the scale of the whole tensor.
         tensor_scale: TensorScale => tensor_scale;
         /// Strides of the tensor, in elements.
         strides: Strides => x;
@@ -94,7 +94,7 @@ impl QuantizeProblem {
         strides_scales: Strides => scales;
     }
 
-    /// Rows one after another in a byte and in memory, as a column-major V has them.
+    /// Lays out rows contiguously, in bytes and in memory, as in a column-major V.
     #[must_use]
     pub fn by_columns(mut self) -> Self {
         self.pairs = BlockAxis::Rows;
@@ -171,8 +171,10 @@ impl QuantizeProblem {
     }
 }
 
+/// Checks that the strides of an output give each byte an address of its own.
+///
 /// # Errors
-/// Strides of an output by which two bytes are one.
+/// Strides that give two bytes one address.
 fn injective(name: &'static str, strides: Strides, shape: Shape) -> Result<(), ProblemError> {
     ensure!(
         strides.is_injective(shape),
@@ -182,7 +184,7 @@ fn injective(name: &'static str, strides: Strides, shape: Shape) -> Result<(), P
     Ok(())
 }
 
-/// A conversion that contradicts itself nowhere.
+/// A conversion without contradictions, made by [`QuantizeProblem::validate`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValidQuantize(QuantizeProblem);
 

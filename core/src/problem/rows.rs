@@ -20,22 +20,22 @@ pub enum CacheRows {
     Bytes584,
 }
 
-/// Exponent of the least power of two, from 2^-126 up, by which the greatest of these numbers is 448 at most; 2^119,
-/// beyond which 448 times it is infinite, where none is. A NaN is no greatest number.
+/// Exponent of the least power of two, from 2^-126 up, for which the greatest of these numbers divided by it is at most
+/// 448. If there is none, the result is 119: 448 times a larger power would be infinite. NaNs are ignored.
 fn fitting_exponent(numbers: &[f32]) -> i32 {
     let greatest = numbers.iter().fold(0f32, |greatest, x| greatest.max(x.abs()));
-    // 448 is 1.75 times 2^8.
+    // The limit 448 is 1.75 times 2^8.
     let is_above = greatest.to_bits() & 0x7f_ffff > 0x60_0000;
     let exponent = (greatest.to_bits() >> 23) as i32 - 127 - 8 + i32::from(is_above);
     exponent.clamp(-126, 119)
 }
 
-/// 2^exponent, of a normal number.
+/// The power 2^exponent, for exponents of normal numbers.
 fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }
 
-/// Elements in bf16 at a row's end.
+/// Number of bf16 elements at a row's end.
 const ROTARY: u32 = 64;
 
 impl CacheRows {
@@ -75,13 +75,13 @@ impl CacheRows {
         }
     }
 
-    /// Elements of a row of K.
+    /// Number of elements of a row of K.
     #[must_use]
     pub const fn head_dim_qk(self) -> u32 {
         self.values() + ROTARY
     }
 
-    /// Elements of a row of V.
+    /// Number of elements of a row of V.
     pub const HEAD_DIM_V: u32 = 512;
 
     /// Byte offsets within the page of a row's values, of its scales, and of its bf16 elements.
@@ -113,9 +113,9 @@ impl CacheRows {
         }
     }
 
-    /// Writes a row, each of its bytes by `put` at an offset in its page. A group's scale is the least power of two,
-    /// from 2^-126 to 2^119, by which its greatest value fits E4M3; a value is rounded to the nearest, and saturates.
-    /// `from` are the row's elements, of which those behind the values are rounded to bf16.
+    /// Writes a row. `put` gets each byte with its offset in the page. A group's scale is the least power of two, from
+    /// 2^-126 to 2^119, by which its greatest value fits E4M3; a value is rounded to the nearest, and saturates. `from`
+    /// are the row's elements, of which those behind the values are rounded to bf16.
     pub fn write(self, page_size: u32, row: u32, from: &[f32], mut put: impl FnMut(usize, u8)) {
         let [values, scales, rotary] = self.places(page_size, row);
         let (quantised, rest) = from.split_at(self.values() as usize);
@@ -140,18 +140,18 @@ impl CacheRows {
         }
     }
 
-    /// Elements of a row as they are read once the row is written.
+    /// Replaces a row's elements by those that are read after the row was written.
     pub fn round(self, row: &mut [f32]) {
         let mut page = vec![0; self.row_bytes() as usize];
         self.write(1, 0, row, |at, byte| page[at] = byte);
         self.read(&page, 1, 0, row);
     }
 
-    /// The n-th scale of a row, whose scales begin here.
+    /// The n-th of a row's scales, which begin at `scales`.
     fn scale(self, scales: &[u8], n: usize) -> f32 {
         match self {
             Self::Bytes656 => DType::F32.read(&scales[4 * n..]) as f32,
-            // The code of NaN.
+            // This code stands for NaN.
             Self::Bytes584 if scales[n] == u8::MAX => f32::NAN,
             Self::Bytes584 => 2f32.powi(i32::from(scales[n]) - 127),
         }
@@ -186,8 +186,10 @@ impl FwdProblem {
         }
     }
 
+    /// Checks a cache with rows of bytes.
+    ///
     /// # Errors
-    /// Rows of bytes together with a field that they exclude, by its name.
+    /// The name of a field that cannot be combined with rows of bytes.
     pub(crate) fn check_cache_rows(&self) -> Result<(), ProblemError> {
         let Some(rows) = self.cache.rows else { return Ok(()) };
         let bytes = rows.row_bytes();
@@ -236,7 +238,7 @@ impl FwdProblem {
         }
         match (self.lists, self.second) {
             (None, None) => self.check_beside_walk(&format!("cache_rows of {bytes} bytes without indices")),
-            // Lists have a check of their own, and so has a second cache.
+            // Lists and a second cache are checked elsewhere.
             _ => Ok(()),
         }
     }
@@ -267,14 +269,14 @@ mod tests {
         let mut page = vec![0x7f; rows.row_bytes() as usize * 2];
         let [values, scales, rotary] = rows.places(2, 1);
         for d in 0..rows.values() as usize {
-            // 1.125 in E4M3.
+            // The byte is 1.125 in E4M3.
             page[values + d] = 0x39;
         }
         for group in 0..(rows.values() / rows.group()) as usize {
             page[scales + group * scale.len()..][..scale.len()].copy_from_slice(scale);
         }
         for d in 0..ROTARY as usize {
-            // -2 in bf16.
+            // The element is -2 in bf16.
             page[rotary + 2 * d..][..2].copy_from_slice(&0xc000u16.to_le_bytes());
         }
         page

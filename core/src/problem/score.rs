@@ -6,11 +6,11 @@ use crate::layout::{Shape, Strides};
 /// Term that is added to a score after the soft-cap.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bias {
-    /// No bias.
+    /// Scores have no bias.
     None,
-    /// `bias[b, h, i, j]`.
+    /// An elementwise term `bias[b, h, i, j]`.
     Elementwise(ElementwiseBias),
-    /// `-slope * |i + diag - j|`, with `diag` from the mask's alignment
+    /// A term that grows with the distance, `-slope * |i + diag - j|`, with `diag` from the mask's alignment
     /// ([`MaskSpec::alibi_align`](crate::MaskSpec::alibi_align)). Slopes are f32 `[num_heads_q]` or `[batch,
     /// num_heads_q]`.
     Alibi {
@@ -25,9 +25,9 @@ pub enum Bias {
 /// sequence, so one bias serves sequences of different lengths.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ElementwiseBias {
-    /// f32, or the input's type.
+    /// Type of the bias: f32, or the input's type.
     pub dtype: DType,
-    /// Which of the batch and head axes have extent 1.
+    /// Which of the batch and head axes are broadcast, with extent 1.
     pub broadcast: BiasBroadcast,
     /// Strides of `batch`, `head`, `seq` (the query) and `dim` (the key, stride 1). The stride of a broadcast axis
     /// is unused.
@@ -48,7 +48,7 @@ pub enum BiasBroadcast {
 }
 
 impl BiasBroadcast {
-    /// Every kind.
+    /// All kinds of broadcast.
     pub const ALL: [BiasBroadcast; 4] =
         [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchOne, BiasBroadcast::BatchHead];
 
@@ -96,9 +96,9 @@ impl BiasBroadcast {
 pub enum Descale {
     /// No factor: stored values are used as they are.
     None,
-    /// One number for the tensor, `[1]`.
+    /// One number for the whole tensor, `[1]`.
     PerTensor,
-    /// `[batch, num_heads_kv]`.
+    /// One number for each sequence and kv head, `[batch, num_heads_kv]`.
     PerKvHead,
 }
 

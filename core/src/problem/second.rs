@@ -16,7 +16,7 @@ use crate::score::Bias;
 pub struct SecondCache {
     /// Layout of the second cache's K and V.
     pub layout: KvLayout,
-    /// Keys of a sequence; packed or paged, an upper bound over the sequences.
+    /// Number of keys of a sequence; packed or paged, an upper bound over the sequences.
     pub seqlen_k: u32,
     /// Whether a call gives the second cache's own `seqused_k`, the number of keys in use of each sequence.
     pub seqused_k: bool,
@@ -28,7 +28,7 @@ pub struct SecondCache {
     pub lists: Option<KeyLists>,
     /// Ranges of the second cache's keys that each query row sees; 1 or `num_heads_kv` heads.
     pub intervals: Option<Intervals>,
-    /// Whether LSE is that of the keys alone, where there is a sink.
+    /// Whether LSE leaves out the sink, if there is one.
     pub lse_without_sink: bool,
 }
 
@@ -65,7 +65,7 @@ impl SecondCache {
         lists: impl Into<Option<KeyLists>> => lists;
         /// Ranges of the second cache's keys that each query row sees.
         intervals: impl Into<Option<Intervals>> => intervals;
-        /// Whether LSE is that of the keys alone.
+        /// Whether LSE leaves out the sink.
         lse_without_sink: bool => lse_without_sink;
     }
 
@@ -104,7 +104,7 @@ impl FwdProblem {
         self.second.is_some() || self.cache.rows.is_some() && self.lists.is_none()
     }
 
-    /// Whether LSE is that of the keys alone, where there is a sink.
+    /// Whether LSE leaves out the sink, if there is one.
     #[must_use]
     pub fn lse_without_sink(&self) -> bool {
         self.lists.is_some_and(|lists| lists.lse_without_sink)
@@ -188,8 +188,10 @@ impl FwdProblem {
         Ok(())
     }
 
+    /// Checks a second cache.
+    ///
     /// # Errors
-    /// A second cache that contradicts itself, or a field that it excludes, by its name.
+    /// A contradiction in the second cache, or the name of a field that cannot be combined with it.
     pub(crate) fn check_second(&self) -> Result<(), ProblemError> {
         let Some(second) = &self.second else { return Ok(()) };
         let named = |error: ProblemError| ProblemError::new("second", format!("second.{}", error.text));

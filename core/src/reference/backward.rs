@@ -26,12 +26,12 @@ use crate::error::ProblemError;
 use crate::score::Bias;
 use crate::seq::{SeqSpan, spans};
 
-/// Gradients of one (sequence, query head). For K and V, only this query head's share.
+/// Gradients of one query head of one sequence. For K and V, they are this query head's contribution only.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadBackward {
-    /// The sequence.
+    /// The sequence whose gradients these are.
     pub span: SeqSpan,
-    /// The query head.
+    /// The query head whose gradients these are.
     pub i_head: u32,
     /// dQ `[seqlen_q, head_dim_qk]`.
     pub dq: Vec<f64>,
@@ -41,7 +41,7 @@ pub struct HeadBackward {
     pub dv: Vec<f64>,
     /// dS, the bias' gradient, `[seqlen_q, seqlen_k]`.
     pub ds: Vec<f64>,
-    /// dSink.
+    /// The head's contribution to dSink.
     pub dsink: f64,
     /// This head's share of each captured tensor's gradient, dense; empty if only a part of the rows is computed.
     pub dcaptured: Vec<Vec<f64>>,
@@ -54,23 +54,23 @@ pub struct HeadBackward {
 /// counts with both its terms. Shaped like the gradients.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BackwardSpread {
-    /// Spread of dQ.
+    /// Root of the sum of the squared terms, for each element of dQ.
     pub dq: Vec<f64>,
     /// Root of the sum of the squared terms, for each element of dK.
     pub dk: Vec<f64>,
-    /// Spread of dV.
+    /// Root of the sum of the squared terms, for each element of dV.
     pub dv: Vec<f64>,
-    /// Spread of dS.
+    /// Root of the sum of the squared terms, for each element of dS.
     pub ds: Vec<f64>,
-    /// Spread of dSink.
+    /// Root of the sum of the squared terms of dSink.
     pub dsink: f64,
-    /// Spread of the gradients of tensors that the score function captures.
+    /// Root of the sum of the squared terms, for each element of the gradients of captured tensors.
     pub dcaptured: Vec<Vec<f64>>,
-    /// Spread of dK, from [far](is_far) queries alone.
+    /// Root of the sum of the squared terms of dK that come from [far](is_far) queries alone.
     pub far_dk: Vec<f64>,
-    /// Spread of dV, from far queries alone.
+    /// Root of the sum of the squared terms of dV that come from far queries alone.
     pub far_dv: Vec<f64>,
-    /// Spread of dSink, from far queries alone.
+    /// Root of the sum of the squared terms of dSink that come from far queries alone.
     pub far_dsink: f64,
 }
 
@@ -84,7 +84,7 @@ pub fn is_far(lse: f64) -> bool {
     lse.is_finite() && lse.abs() > FAR_LSE
 }
 
-/// |LSE| from which on rounding it to f32 changes P visibly. The P of such a row are divided by their own sum.
+/// Size of |LSE| from which on rounding it to f32 changes P visibly. The P of such a row are divided by their own sum.
 const ROUNDED_LSE: f64 = 16384.0;
 
 /// Gradients of a whole problem.
@@ -167,7 +167,7 @@ pub fn backward(
     Ok(all)
 }
 
-/// `ln(e^a + e^b)`.
+/// The logarithm of a sum, `ln(e^a + e^b)`.
 fn add_exponents<T: Float>(a: T, b: T) -> T {
     let max = a.max(b);
     if max.is_infinite() { max } else { max + ((a - max).exp() + (b - max).exp()).ln() }
@@ -219,13 +219,13 @@ pub fn backward_part(
 /// Which rows of the gradients [`backward_part`] computes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Part<'a> {
-    /// Queries, in `0..span.seqlen_q`.
+    /// The queries, in `0..span.seqlen_q`, whose rows of dQ and dS are computed.
     pub rows: &'a [u32],
-    /// Keys, in `0..span.seqlen_k`.
+    /// The keys, in `0..span.seqlen_k`, whose rows of dK and dV are computed.
     pub keys: &'a [u32],
 }
 
-/// One (sequence, query head) of a call.
+/// One query head of one sequence of a call.
 #[derive(Clone, Copy)]
 struct OneHead<'a> {
     problem: &'a BwdProblem,
@@ -324,7 +324,7 @@ impl<'a> OneHead<'a> {
         Ok(sums.finish(span, i_head))
     }
 
-    /// The head's operands, and dO.
+    /// The head's operands, including dO, as plain matrices.
     fn gather<T: Float>(self, precision: Precision) -> Result<(Head<'a, T>, Vec<T>), ProblemError> {
         let Self { problem, args, span, i_head } = self;
         let fwd = &problem.fwd;

@@ -12,7 +12,7 @@ use crate::problem::{CacheScales, FwdProblem};
 use crate::scaled_rows::ScaledRows;
 use crate::seq::{KvRows, SeqSpan};
 
-/// One sequence's operands.
+/// One sequence's operands, read from a KV cache.
 #[derive(Clone, Copy)]
 pub(super) struct Cached<'a> {
     pub(super) problem: &'a FwdProblem,
@@ -23,7 +23,7 @@ pub(super) struct Cached<'a> {
 }
 
 impl<'a> Cached<'a> {
-    /// Q `[seqlen_q, head_dim_qk]` of one head.
+    /// Rows of Q of one head, `[seqlen_q, head_dim_qk]`.
     pub(super) fn queries<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
         let Self { problem, inputs, span, .. } = self;
         if let Some([q, _, _]) = self.scaled()? {
@@ -35,11 +35,11 @@ impl<'a> Cached<'a> {
         let mut rows = q.gather(|i| (span.q_batch, span.q_row + i), head, span.seqlen_q, dim, T::one())?;
         let advances = u32::from(problem.positions_advance());
         self.turn(&mut rows, |i| span.seqlen_cached + advances * i)?;
-        // A row is stored rotated already.
+        // Rows in the cache have been rotated before they were stored.
         Ok(rows.into_iter().map(|x| x * descale).collect())
     }
 
-    /// K `[seqlen_k, head_dim_qk]` of one kv head.
+    /// Rows of K of one kv head, `[seqlen_k, head_dim_qk]`.
     pub(super) fn keys<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
         let Self { problem, inputs, span, .. } = self;
         if let Some([_, k, _]) = self.scaled()? {
@@ -67,7 +67,7 @@ impl<'a> Cached<'a> {
         Ok(keys)
     }
 
-    /// V `[seqlen_k, head_dim_v]` of one kv head.
+    /// Rows of V of one kv head, `[seqlen_k, head_dim_v]`.
     pub(super) fn values<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
         let Self { problem, inputs, .. } = self;
         if problem.cache.v_in_k {
@@ -92,7 +92,7 @@ impl<'a> Cached<'a> {
         Ok(values)
     }
 
-    /// Q, K and V with their scales by blocks.
+    /// Rows of Q, K and V in a format with scales by blocks; `None` in other formats.
     fn scaled(self) -> Result<Option<[ScaledRows<'a>; 3]>, ProblemError> {
         let Inputs { q, k, v, score, .. } = self.inputs;
         ScaledRows::of(self.problem, [*q, *k, *v], score)
@@ -122,7 +122,7 @@ impl<'a> Cached<'a> {
         values
     }
 
-    /// New rows as they are read from a cache with scales by rows, once they are written.
+    /// Replaces new rows by the values that are read back after they were written to a cache with scales by rows.
     fn quantise<T: Float>(self, new: &mut [T], dim: u32) {
         let (Some(stored), Some(_)) = (self.problem.cache.dtype, self.problem.cache.scales) else { return };
         for row in new.chunks_mut(dim as usize) {
@@ -135,7 +135,7 @@ impl<'a> Cached<'a> {
         }
     }
 
-    /// The rows that are in the cache before the call. `scales` are those by rows.
+    /// Rows that are in the cache before the call. `scales` are one for each row.
     fn cached<T: Float>(
         self,
         rows: &Rows<'_>,
@@ -161,7 +161,7 @@ impl<'a> Cached<'a> {
         if problem.cache.dtype.is_none() {
             return rows.gather(place, head, span.seqlen_cached, dim, descale);
         }
-        // The product in f32, rounded to Q's type once, as the contract has it.
+        // The product in f32 is rounded to Q's type once, as CONTRACT.md says.
         let mut stored: Vec<f32> = rows.gather(place, head, span.seqlen_cached, dim, 1.0)?;
         if let (Some((strides, slice)), Some(of)) = (scales, problem.cache.scales) {
             let bytes = host(rows.name, slice.as_ref())?;

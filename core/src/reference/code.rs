@@ -9,7 +9,7 @@ use crate::expr::{Captured, Function, HostTensor, Pair, Rounding, Slopes};
 use crate::problem::FwdProblem;
 use crate::seq::SeqSpan;
 
-/// Functions with what they capture.
+/// The functions of a head, with the values that they capture.
 pub(super) struct HeadCode<'a> {
     score: Option<(&'a Function, Vec<Captured<'a>>)>,
     mask: Option<(&'a Function, Vec<Captured<'a>>)>,

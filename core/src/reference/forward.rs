@@ -11,16 +11,16 @@ use crate::seq::{SeqSpan, spans};
 /// Forward results of one (sequence, query head).
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadForward {
-    /// The sequence.
+    /// Sequence that the rows belong to.
     pub span: SeqSpan,
-    /// The query head.
+    /// Index of the query head.
     pub i_head: u32,
     /// O `[seqlen_q, head_dim_v]`, before `scale_o`.
     pub o: Vec<f64>,
     /// LSE `[seqlen_q]`, natural log.
     pub lse: Vec<f64>,
-    /// `sqrt(sum_j (keep / (1 - p_drop) P V)^2)` for each O: how far independent relative errors of the products
-    /// move it, per unit of error. Computed with [`Precision::Exact`] only, otherwise empty.
+    /// `sqrt(sum_j (keep / (1 - p_drop) P V)^2)` for each element of O: how far independent relative errors of the
+    /// products move the element, per unit of error. Computed with [`Precision::Exact`] only, otherwise empty.
     pub spread: Vec<f64>,
     /// Greatest score `[seqlen_q]` over the visible keys; -inf if there are none.
     pub row_max: Vec<f64>,
@@ -118,17 +118,17 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
 
 /// One row of P, unnormalised: `P[j] = weights[j] / row_sum`.
 pub(super) struct Softmax<T> {
-    /// The keys that are seen.
+    /// The keys that the row sees.
     pub(super) visible: Vec<u32>,
-    /// `exp(S[j] - row_max)` of each.
+    /// The weight `exp(S[j] - row_max)` of each visible key.
     pub(super) weights: Vec<T>,
-    /// `exp(sink - row_max)`; 0 without a sink.
+    /// The sink's weight `exp(sink - row_max)`; 0 without a sink.
     pub(super) sink: T,
     /// The sum of all weights; 1 for a row without visible keys.
     pub(super) row_sum: T,
-    /// `ln sum_j exp S[j]`; −inf for a row without visible keys.
+    /// Log-sum-exp of the row, with the sink; −inf for a row without visible keys.
     pub(super) lse: T,
-    /// `lse` without the sink.
+    /// Log-sum-exp of the row's keys, without the sink.
     pub(super) lse_of_keys: T,
     /// The greatest score; -inf for a row without visible keys.
     max_of_keys: T,
@@ -188,7 +188,7 @@ impl<T: Float> Softmax<T> {
     }
 }
 
-/// `ln sum exp`; -inf of nothing.
+/// Computes `ln sum exp`; -inf for an empty list.
 fn log_sum_exp<T: Float>(scores: &[T]) -> T {
     let max = scores.iter().fold(T::neg_infinity(), |max, &s| if s > max || s.is_nan() { s } else { max });
     if max == T::neg_infinity() {

@@ -22,7 +22,7 @@ use crate::tree::TreeMask;
 /// Which arithmetic the reference uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// f64 throughout, nothing rounded.
+    /// Everything is computed in f64, and nothing is rounded.
     Exact,
     /// The unfused algorithm in the input's type: sums and softmax in f32, P (backward: dS too) rounded to the
     /// input's type, results to the output's type. Scores are summed like in the backend's matrix unit.
@@ -32,23 +32,23 @@ pub enum Precision {
 /// Operands of attention in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// Q.
+    /// Memory of Q, which the call reads.
     pub q: DevSlice<'a>,
-    /// K.
+    /// Memory of K, which the call reads.
     pub k: DevSlice<'a>,
-    /// V.
+    /// Memory of V, which the call reads.
     pub v: DevSlice<'a>,
     /// Lengths and offsets of the sequences, which [`spans`](crate::seq::spans) has checked.
     pub seq: SeqArgs<'a>,
-    /// Operands of the cache. New keys are read from here, even if the cache already contains them.
+    /// Operands of a call with a KV cache. New keys are read from here, even if the cache already contains them.
     pub cache: CacheArgs<'a>,
-    /// Scales of K and of V by rows, of rows that are in the cache.
+    /// Scales of K's and V's rows, for rows that are in the cache.
     pub cache_scales: [Option<DevSlice<'a>>; 2],
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
     /// Tensors of the masks.
     pub masks: MaskArgs<'a>,
-    /// A second cache.
+    /// Operands of a second cache, if there is one.
     pub second: Option<SecondArgs<'a>>,
 }
 
@@ -69,13 +69,13 @@ impl<'a> From<&BwdArgs<'a>> for Inputs<'a> {
     }
 }
 
-/// One (sequence, query head), its matrices gathered and descaled.
+/// One query head of one sequence, its matrices gathered and descaled.
 pub(super) struct Head<'a, T> {
     pub(super) span: SeqSpan,
     pub(super) i_head: u32,
     pub(super) head_dim_qk: usize,
     pub(super) head_dim_v: usize,
-    /// `[seqlen_q, head_dim_qk]`.
+    /// Q of the head, `[seqlen_q, head_dim_qk]`.
     pub(super) q: Vec<T>,
     /// K, `[seqlen_k, head_dim_qk]`, followed by a second cache's rows.
     pub(super) k: Vec<T>,
@@ -93,7 +93,7 @@ pub(super) struct Head<'a, T> {
     pub(super) code: Option<HeadCode<'a>>,
     problem: &'a FwdProblem,
     bias: Option<&'a [u8]>,
-    /// Slope, and `diag` of its distance.
+    /// ALiBi's slope, and the diagonal from which its distance counts.
     alibi: Option<(T, i64)>,
     keep: Option<KeepMask>,
     precision: Precision,
@@ -213,7 +213,7 @@ impl<'a, T: Float> Head<'a, T> {
         Ok(())
     }
 
-    /// Rows of K, a second cache's included.
+    /// Number of rows of K, including those of a second cache.
     pub(super) fn num_keys(&self) -> usize {
         self.k.len() / self.head_dim_qk
     }
@@ -282,7 +282,7 @@ impl<'a, T: Float> Head<'a, T> {
         }
     }
 
-    /// `Q[i] . K[j]`.
+    /// The product `Q[i] . K[j]`.
     fn product(&self, i: u32, j: u32) -> T {
         let (q, k) = (row(&self.q, i, self.head_dim_qk), row(&self.k, j, self.head_dim_qk));
         self.score_sums().dot(q, k)
@@ -299,12 +299,12 @@ impl<'a, T: Float> Head<'a, T> {
         self.softcap.map_or(scaled, |softcap| softcap * (scaled / softcap).tanh())
     }
 
-    /// `softmax_scale * Q[i] . K[j]`, soft-capped, with its bias.
+    /// The score `softmax_scale * Q[i] . K[j]`, soft-capped, with its bias.
     pub(super) fn score(&self, i: u32, j: u32) -> T {
         self.capped(self.product(i, j), i, j) + self.bias(i, j)
     }
 
-    /// [`score`](Self::score) of query `i` and each of `keys`.
+    /// The [`score`](Self::score) of query `i` and each of `keys`.
     pub(super) fn scores(&self, i: u32, keys: &[u32]) -> Vec<T> {
         let products = match self.score_sums() {
             ScoreSums::F32 => {
@@ -347,7 +347,7 @@ impl<'a, T: Float> Head<'a, T> {
         })
     }
 
-    /// `keep[i, j] / (1 - p_drop)`.
+    /// Factor that dropout gives a probability: `keep[i, j] / (1 - p_drop)`.
     pub(super) fn keep_factor(&self, i: u32, j: u32) -> T {
         match &self.keep {
             None => T::one(),

@@ -25,12 +25,12 @@ pub(super) struct Query<'a, T> {
 
 /// Contributions of one (query, key) pair to the gradients.
 pub(super) struct Pair<T> {
-    /// `Z P`, the weight of dV.
+    /// Weight `Z P` of dO in dV.
     weight: T,
     ds: T,
     /// The size of dS: the root of the sum of squares of the two terms whose difference it is.
     ds_size: T,
-    /// `softmax_scale * dS0`, the factor of K in dQ and of Q in dK, and its size.
+    /// Factor `softmax_scale * dS0` of K in dQ and of Q in dK, and its size.
     scaled: T,
     scaled_size: T,
     /// The score before the score function.
@@ -65,7 +65,7 @@ impl<'a, T: Float> Query<'a, T> {
         with_p.map(move |((&j, &p), product)| (j, self.pair_of(head, j, p, product, dtype_grad)))
     }
 
-    /// `product`: `dO[i] . V[j]`.
+    /// Contributions of key `j`. `product` is `dO[i] . V[j]`.
     fn pair_of(&self, head: &Head<'_, T>, j: u32, p: T, product: T, dtype_grad: DType) -> Pair<T> {
         let &Self { i, dlse, d, d_square, .. } = self;
         let keep = head.keep_factor(i, j);
@@ -164,7 +164,7 @@ impl<T: Float> HeadSums<T> {
     pub(super) fn add_to_row(&mut self, head: &Head<'_, T>, row_at: usize, j: u32, pair: &Pair<T>) {
         self.dq.add(row_at, pair.scaled, pair.scaled_size, row(&head.k, j, head.head_dim_qk), false);
         let at = row_at * self.ds.dim + j as usize;
-        // A list may have a key twice.
+        // A list may name a key twice.
         self.ds.sums[at] = self.ds.sums[at] + pair.ds;
         if let Some(square) = self.ds.squares.get_mut(at) {
             *square = *square + pair.ds_size * pair.ds_size;
@@ -193,7 +193,7 @@ impl<T: Float> HeadSums<T> {
 
     /// Adds the sink's gradient of a row; `share` is the sink's probability, `exp(sink - LSE)`.
     pub(super) fn add_sink(&mut self, head: &Head<'_, T>, query: &Query<'_, T>, share: T) {
-        // A sink of -inf has no share, not even in a row without keys, whose LSE is -inf too.
+        // A sink of -inf has no gradient, not even in a row without keys, whose LSE is -inf too.
         if head.sink.is_some_and(|sink| sink != T::neg_infinity()) {
             self.dsink = self.dsink + share * (query.dlse - query.d);
             let square = share * share * (query.dlse * query.dlse + query.d_square);

@@ -1,4 +1,4 @@
-//! The reference against finite differences and against identities that need no tolerance.
+//! Compares the reference with finite differences, and with identities that need no tolerance.
 
 use approx::assert_relative_eq;
 
@@ -94,7 +94,7 @@ impl Operands {
         forward(problem, &args, Precision::Exact).unwrap()
     }
 
-    /// `sum dO * O + sum dLSE * LSE`: the scalar function whose gradients the backward computes.
+    /// The sum `sum dO * O + sum dLSE * LSE`: the scalar function whose gradients the backward computes.
     fn loss(&self, problem: &FwdProblem, has_dlse: bool) -> f64 {
         let mut loss = 0.0;
         for head in self.forward(problem) {
@@ -514,7 +514,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
         let mut problem = whole.clone();
         problem.dims.seqlen_k = range.end - range.start;
         let mut operands = operands.clone();
-        // The strides stay, and the first row moves: K and V keep their batch stride.
+        // The strides stay, and the first row moves: K and V keep the batch stride of the whole.
         operands.k.drain(..(i64::from(range.start) * problem.strides.k.seq) as usize);
         operands.v.drain(..(i64::from(range.start) * problem.strides.v.seq) as usize);
         let heads = operands.forward(&problem);
@@ -583,7 +583,7 @@ fn a_spread_is_the_root_of_the_squares_of_the_definitions_terms() {
         let z = |i, j| if mask.keep(i, j) { keep_scale(p_drop) } else { 0.0 };
         let tanh = |i, j| (scale * (0..3).map(|d| q(i, d) * k(j, d)).sum::<f64>() / cap).tanh();
         let p = |i, j| (cap * tanh(i, j) - forward.lse[i as usize]).exp();
-        // The terms of D, and D.
+        // The terms of D, and D itself.
         let of_d = |i| {
             let terms = [0, 1].map(|d| dout(i, d) * forward.o[(i * 2 + d) as usize]);
             root(&mut [terms[0], terms[1], terms[0] + terms[1]].into_iter())

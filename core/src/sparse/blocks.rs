@@ -41,11 +41,11 @@ pub fn block_maxima(
 /// Sizes of the compressed blocks and of the blocks that are chosen (NSA's l, d and l').
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockOverlap {
-    /// Tokens of a compressed block: a multiple of `stride`.
+    /// Number of tokens of a compressed block: a multiple of `stride`.
     pub compressed: u32,
-    /// Tokens from the start of a compressed block to the start of the next.
+    /// Number of tokens from the start of a compressed block to the start of the next.
     pub stride: u32,
-    /// Tokens of a block that can be chosen: a multiple of `stride`.
+    /// Number of tokens of a block that can be chosen: a multiple of `stride`.
     pub selected: u32,
 }
 

@@ -10,15 +10,15 @@ use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN};
 /// The sizes and types of an indexer's call. All tensors are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexProblem {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
-    /// Queries of a sequence.
+    /// Number of queries of a sequence.
     pub seqlen_q: u32,
-    /// Keys of a sequence.
+    /// Number of keys of a sequence.
     pub seqlen_k: u32,
-    /// Heads of q; k has one head, which all heads of q share.
+    /// Number of heads of q; k has one head, which all heads of q share.
     pub num_heads: u32,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub head_dim: u32,
     /// The type of q.
     pub dtype_q: DType,
@@ -29,7 +29,7 @@ pub struct IndexProblem {
 /// The keys of its sequence among which a query may choose.
 #[derive(Clone, Copy, Debug)]
 pub enum Candidates<'a> {
-    /// All keys.
+    /// All keys of a sequence are candidates.
     All,
     /// Keys up to the query's own position; the last query has the position of the last key.
     Causal,
@@ -46,19 +46,19 @@ pub enum Candidates<'a> {
 /// The operands, in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexArgs<'a> {
-    /// `[batch, seqlen_q, num_heads, head_dim]`.
+    /// The indexer's q, `[batch, seqlen_q, num_heads, head_dim]`.
     pub q: DevSlice<'a>,
-    /// `[batch, seqlen_k, head_dim]`.
+    /// The indexer's k, `[batch, seqlen_k, head_dim]`.
     pub k: DevSlice<'a>,
-    /// `[batch, seqlen_q, num_heads]`: the weight of each head.
+    /// The weight of each head, `[batch, seqlen_q, num_heads]`.
     pub weights: &'a [f32],
-    /// `[batch, seqlen_k]`: optional factor of each row of k.
+    /// Factor of each row of k, `[batch, seqlen_k]`; optional.
     pub k_scale: Option<&'a [f32]>,
     /// Keys among which queries may choose.
     pub candidates: Candidates<'a>,
 }
 
-/// A call whose operands fit its problem.
+/// A call of an indexer whose operands fit its problem.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexCall<'a> {
     problem: IndexProblem,
@@ -160,7 +160,7 @@ impl<'a> IndexCall<'a> {
         row / seqlen_q.max(1) as usize * seqlen_k as usize + j as usize
     }
 
-    /// `q[row, h] . k[j]`.
+    /// The product `q[row, h] . k[j]`.
     #[must_use]
     pub fn product(&self, row: usize, h: usize, j: u32) -> f64 {
         let dims = 0..self.problem.head_dim as usize;
@@ -174,7 +174,8 @@ impl<'a> IndexCall<'a> {
     }
 }
 
-/// `I[i, j] = sum_h relu(q[i, h] . k[j]) w[i, h]`, `[batch, seqlen_q, seqlen_k]`; -inf if j is no candidate of i.
+/// Scores `I[i, j] = sum_h relu(q[i, h] . k[j]) w[i, h]`, `[batch, seqlen_q, seqlen_k]`; -inf if j is no candidate of
+/// i.
 #[must_use]
 pub fn index_scores(call: &IndexCall<'_>) -> Vec<f64> {
     let problem = call.problem;
@@ -189,7 +190,7 @@ pub fn index_scores(call: &IndexCall<'_>) -> Vec<f64> {
     scores
 }
 
-/// NaN stays NaN.
+/// The rectifier: 0 for negative numbers; NaN stays NaN.
 pub(super) fn relu(x: f64) -> f64 {
     if x <= 0.0 { 0.0 } else { x }
 }

@@ -99,11 +99,11 @@ pub fn index_losses(
 /// Gradients of an indexer's operands, shaped like them. The gradient of k is that of its rows after scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IndexGradients {
-    /// `[batch, seqlen_q, num_heads, head_dim]`.
+    /// Gradient of q, `[batch, seqlen_q, num_heads, head_dim]`.
     pub q: Vec<f64>,
-    /// `[batch, seqlen_k, head_dim]`.
+    /// Gradient of k, `[batch, seqlen_k, head_dim]`.
     pub k: Vec<f64>,
-    /// `[batch, seqlen_q, num_heads]`.
+    /// Gradient of the heads' weights, `[batch, seqlen_q, num_heads]`.
     pub weights: Vec<f64>,
 }
 

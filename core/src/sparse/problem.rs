@@ -15,15 +15,15 @@ pub const MAX_INDEX_HEADS: u32 = 4096;
 /// Layout of an indexer's keys in memory. Strides are in elements; each row of `head_dim` elements is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IndexKeys {
-    /// `[batch, seqlen_k, head_dim]`.
+    /// Keys with a batch axis, `[batch, seqlen_k, head_dim]`.
     Batch,
     /// Pages of `page_size` keys, which a block table i32 `[batch, max_pages]` names.
     Paged {
-        /// Keys of a page.
+        /// Number of keys of a page.
         page_size: u32,
-        /// Pages of k.
+        /// Number of pages of k.
         num_pages: u32,
-        /// Entries of a sequence in the block table.
+        /// Number of entries of a sequence in the block table.
         max_pages: u32,
     },
 }
@@ -41,9 +41,9 @@ pub struct IndexStrides {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Indexer {
-    /// Heads of q; k has one, which all of them share.
+    /// Number of heads of q; k has one, which all of them share.
     pub num_heads: u32,
-    /// Elements of a row of q and k.
+    /// Number of elements of a row of q and k.
     pub head_dim: u32,
     /// The type of q.
     pub dtype_q: DType,
@@ -62,9 +62,9 @@ pub struct Indexer {
 /// Source of the scores: an indexer, or the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScoreSource {
-    /// Scores of an indexer.
+    /// An indexer computes the scores.
     Index(Indexer),
-    /// f32 `[batch, seqlen_q, seqlen_k]`.
+    /// The caller gives the scores, f32 `[batch, seqlen_q, seqlen_k]`.
     Given,
 }
 
@@ -73,7 +73,7 @@ pub enum ScoreSource {
 pub enum BlockScore {
     /// The greatest score of a block's candidates; NaN if one is NaN, -inf for a block without candidates.
     Maximum {
-        /// Keys of a block.
+        /// Number of keys of a block.
         block: u32,
     },
     /// Sums of given probabilities of compressed blocks, which are the "keys" of the problem
@@ -81,7 +81,7 @@ pub enum BlockScore {
     Sum {
         /// Sizes of the compressed blocks and of the blocks that are chosen.
         overlap: BlockOverlap,
-        /// Blocks that may be chosen.
+        /// Number of blocks that may be chosen.
         num_blocks: u32,
     },
 }
@@ -101,7 +101,7 @@ pub struct ChosenBlocks {
 /// Kind of the candidates: [`Candidates`] without its operands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CandidateKind {
-    /// All keys of a sequence.
+    /// All keys of a sequence are candidates.
     All,
     /// Keys up to a query's own position; the last query has the position of the last key.
     #[default]
@@ -125,13 +125,13 @@ impl From<Candidates<'_>> for CandidateKind {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ChooseProblem {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
-    /// Queries of a sequence.
+    /// Number of queries of a sequence.
     pub seqlen_q: u32,
-    /// Keys of a sequence; an upper bound if `seqused_k` gives the numbers.
+    /// Number of keys of a sequence; an upper bound if `seqused_k` gives the numbers.
     pub seqlen_k: u32,
-    /// Entries of each row's list; 0 if no list is written.
+    /// Number of entries of each row's list; 0 if no list is written.
     pub topk: u32,
     /// Source of the scores.
     pub source: ScoreSource,
@@ -140,7 +140,7 @@ pub struct ChooseProblem {
     pub candidates: CandidateKind,
     /// Whether each sequence has a length of its own, i32 `[batch]`.
     pub seqused_k: bool,
-    /// Blocks in place of keys.
+    /// Choice of blocks; `None`: keys are chosen.
     pub blocks: Option<ChosenBlocks>,
     /// Whether the scores of the keys or blocks are written, f32 `[batch, seqlen_q, seqlen_k]` or `[..,
     /// num_blocks]`: -inf for a key that is no candidate.
@@ -181,7 +181,7 @@ impl Indexer {
         Self { keys, strides_k: dense(self.head_dim), strides_scale: dense(1), ..self }
     }
 
-    /// Sequences or pages, and keys of each.
+    /// Number of sequences or pages, and number of keys of each.
     fn extents(&self, batch: u32, seqlen_k: u32) -> [u32; 2] {
         match self.keys {
             IndexKeys::Batch => [batch, seqlen_k],
@@ -278,13 +278,13 @@ impl ChooseProblem {
         candidates: impl Into<CandidateKind> => candidates;
         /// Whether each sequence has a length of its own.
         seqused_k: bool => seqused_k;
-        /// Blocks in place of keys.
+        /// Choice of blocks instead of keys.
         blocks: impl Into<Option<ChosenBlocks>> => blocks;
         /// Whether scores are written.
         write_scores: bool => write_scores;
     }
 
-    /// Rows of q, each with one list.
+    /// Number of rows of q, each with one list.
     #[must_use]
     pub fn rows(&self) -> u64 {
         u64::from(self.batch) * u64::from(self.seqlen_q)

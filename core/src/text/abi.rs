@@ -68,7 +68,7 @@ impl AbiLiteral for i32 {
     }
 }
 
-/// Elements whose type is part of the spec; `void` in C++.
+/// Stands for elements whose type is part of the spec; `void` in C++.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Untyped;
 
@@ -84,7 +84,7 @@ impl AbiType for Untyped {
 pub struct DevPtr<T>(pub u64, PhantomData<T>);
 
 impl<T> DevPtr<T> {
-    /// No operand.
+    /// The null pointer of an absent operand.
     pub const NULL: Self = Self(0, PhantomData);
 
     /// An address on the device.
@@ -252,7 +252,7 @@ abi_struct! {
     pub struct View {
         /// The tensor's first element.
         pub data: DevPtr<Untyped>,
-        /// Stride from sequence to sequence: 0 when packed, or when broadcast.
+        /// Stride from one sequence to the next; 0 if packed or broadcast.
         pub batch: i64,
         /// Stride from row to row.
         pub row: i64,
@@ -264,7 +264,7 @@ abi_struct! {
 }
 
 impl View {
-    /// No tensor.
+    /// The view of an absent tensor.
     pub const NULL: Self = Self { data: DevPtr::NULL, batch: 0, row: 0, head: 0, dim: 0 };
 
     /// A tensor of a problem at `address`. `packed` tensors have no batch axis.
@@ -281,9 +281,9 @@ abi_struct! {
     pub struct HeadScalars {
         /// First of the f32 numbers.
         pub data: DevPtr<f32>,
-        /// Stride from sequence to sequence.
+        /// Stride from one sequence to the next.
         pub batch: i32,
-        /// Stride from head to head.
+        /// Stride from one head to the next.
         pub head: i32,
     }
 }
@@ -300,9 +300,9 @@ abi_struct! {
         pub lo: i32,
         /// Largest visible `j - i - diag`; `i32::MAX` = unbounded.
         pub hi: i32,
-        /// 1: `diag` is `seqlen_k - seqlen_q`; 0: `diag` is 0.
+        /// Whether the diagonal is bottom-right: with 1 `diag` is `seqlen_k - seqlen_q`, with 0 it is 0.
         pub bottom_right: i32,
-        /// Leading keys that `lo` does not hide.
+        /// Number of leading keys that `lo` does not hide.
         pub sink_columns: i32,
     }
 }
@@ -335,26 +335,25 @@ abi_struct! {
     /// Parameters of a forward kernel. Facts known at compile time are in [`FwdSpec`](crate::spec::FwdSpec),
     /// not here.
     pub struct FwdParams {
-        /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, or packed by `cu_seqlens_q`.
+        /// Q, `[batch, seqlen_q, num_heads_q, head_dim_qk]`, or packed by `cu_seqlens_q`.
         pub q: View,
-        /// `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, packed by `cu_seqlens_k`, or
-        /// `[num_pages, page_size, ..]`.
+        /// K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, packed by `cu_seqlens_k`, or `[num_pages, page_size,
+        /// ..]`.
         pub k: View,
-        /// `[batch, seqlen_k, num_heads_kv, head_dim_v]`, packed by `cu_seqlens_k`, or
-        /// `[num_pages, page_size, ..]`.
+        /// V, `[batch, seqlen_k, num_heads_kv, head_dim_v]`, packed by `cu_seqlens_k`, or `[num_pages, page_size, ..]`.
         pub v: View,
-        /// `[batch, seqlen_q, num_heads_q, head_dim_v]`, or packed by `cu_seqlens_q`.
+        /// O, `[batch, seqlen_q, num_heads_q, head_dim_v]`, or packed by `cu_seqlens_q`.
         pub o: View,
-        /// `[batch, num_heads_q, seqlen_q, seqlen_k]` with the query as row and the key as dim;
+        /// Elementwise bias, `[batch, num_heads_q, seqlen_q, seqlen_k]` with the query as row and the key as dim;
         /// broadcast axes have stride 0.
         pub bias: View,
-        /// Natural log-sum-exp; null if not wanted.
+        /// Natural log-sum-exp of each row; null if it is not wanted.
         pub lse: DevPtr<f32>,
         /// Stride of `lse` from sequence to sequence; 0 when packed.
         pub lse_batch: i64,
         /// Stride of `lse` from head to head; rows are adjacent.
         pub lse_head: i64,
-        /// `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; null when not wanted.
+        /// Keep mask of dropout, `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; null if it is not wanted.
         pub keep_mask: DevPtr<u8>,
         /// `[batch + 1]`, first row of each packed sequence of Q; null when Q is not packed.
         pub cu_seqlens_q: DevPtr<i32>,
@@ -368,7 +367,7 @@ abi_struct! {
         pub block_table: DevPtr<i32>,
         /// Stride of `block_table` from sequence to sequence.
         pub block_table_batch: i64,
-        /// `ALiBi`'s slopes.
+        /// Slopes of ALiBi.
         pub alibi_slopes: HeadScalars,
         /// The learnable sinks.
         pub sink: HeadScalars,
@@ -384,43 +383,43 @@ abi_struct! {
         pub workspace: DevPtr<Untyped>,
         /// Number of sequences.
         pub batch: i32,
-        /// Queries of a sequence; packed, an upper bound.
+        /// Number of queries of a sequence; if packed, an upper bound.
         pub seqlen_q: i32,
-        /// Keys of a sequence; packed or paged, an upper bound.
+        /// Number of keys of a sequence; if packed or paged, an upper bound.
         pub seqlen_k: i32,
-        /// Rows of packed Q; `seqlen_q` when Q is not packed.
+        /// Number of rows of packed Q; `seqlen_q` if Q is not packed.
         pub total_q: i32,
-        /// Rows of packed K; `seqlen_k` when K is not packed.
+        /// Number of rows of packed K; `seqlen_k` if K is not packed.
         pub total_k: i32,
-        /// Pages of K and V; 0 when they are not paged.
+        /// Number of pages of K and V; 0 if they are not paged.
         pub num_pages: i32,
-        /// Rows of a page; 1 when K is not paged.
+        /// Number of rows of a page; 1 if K is not paged.
         pub page_size: i32,
-        /// Query heads.
+        /// Number of query heads.
         pub num_heads_q: i32,
-        /// Key and value heads.
+        /// Number of key and value heads.
         pub num_heads_kv: i32,
-        /// `num_heads_q / num_heads_kv`.
+        /// Number of query heads for each kv head, `num_heads_q / num_heads_kv`.
         pub gqa_ratio: i32,
-        /// The mask.
+        /// Mask that decides which keys a query sees.
         pub mask: MaskParams,
-        /// 1: `ALiBi` measures from the diagonal `seqlen_k - seqlen_q`; 0: from 0.
+        /// Diagonal from which `ALiBi` measures: with 1 `seqlen_k - seqlen_q`, with 0 the diagonal 0.
         pub alibi_bottom_right: i32,
-        /// Shift of ALiBi's diagonal, for a call that is a part: where the whole's diagonal lies in it.
+        /// Shift of ALiBi's diagonal, if the call is a part of a whole: the position of the whole's diagonal in it.
         pub alibi_shift: i32,
-        /// Multiplies `Q K^T`.
+        /// Factor of `Q K^T`.
         pub softmax_scale: f32,
-        /// The soft-cap; 0 when there is none.
+        /// Cap of the soft-cap; 0 if there is none.
         pub softcap: f32,
         /// A score is kept if its Philox word is less than this.
         pub dropout_threshold: u32,
-        /// `1 / (1 - p_drop)`.
+        /// Factor `1 / (1 - p_drop)` of kept probabilities.
         pub dropout_scale: f32,
-        /// Low word of the seed.
+        /// Low word of dropout's seed.
         pub dropout_key_low: u32,
-        /// High word of the seed.
+        /// High word of dropout's seed.
         pub dropout_key_high: u32,
-        /// Last word of the counter.
+        /// Last word of the generator's counter.
         pub dropout_offset: u32,
         /// Position of the call's first query in the whole that it is a part of.
         pub dropout_first_query: i32,
@@ -428,11 +427,12 @@ abi_struct! {
         pub dropout_first_quad: i32,
         /// Position of the call's first key within its group of four; 0 for kernels that decide four keys at once.
         pub dropout_key_of_quad: i32,
-        /// `i_batch * num_heads_q + i_head` of the call's first sequence and head in the whole.
+        /// Index `i_batch * num_heads_q + i_head` that the call's first sequence and head have in the whole.
         pub dropout_first_head: i32,
-        /// Query heads of the whole.
+        /// Number of query heads of the whole.
         pub dropout_num_heads: i32,
-        /// Words with what a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
+        /// Words with the values that a score and a mask as code capture
+        /// ([`CodeSource`](crate::code_source::CodeSource)).
         pub code: [u64; CODE_WORDS],
     }
 }
@@ -534,17 +534,17 @@ abi_struct! {
         pub parts: [PartPointers; MAX_PARTS],
         /// Every part's strides; `data` is unused.
         pub part: View,
-        /// `[batch, seqlen_q, num_heads_q, head_dim_v]`.
+        /// The combined O, `[batch, seqlen_q, num_heads_q, head_dim_v]`.
         pub o: View,
         /// The combined LSE, `[batch, num_heads_q, seqlen_q]`; null when not wanted.
         pub lse: DevPtr<f32>,
-        /// Parts.
+        /// Number of parts.
         pub num_parts: i32,
         /// Number of sequences.
         pub batch: i32,
-        /// Query rows of each sequence.
+        /// Number of query rows of each sequence.
         pub seqlen_q: i32,
-        /// Heads.
+        /// Number of heads.
         pub num_heads_q: i32,
     }
 }

@@ -122,13 +122,13 @@ impl BwdWorkspace {
 /// Numbers of rows that `fmha/row_bwd.h` computes one by one, also rows beyond their sequence's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BwdRows {
-    /// Rows of dQ, of LSE and of delta.
+    /// Number of rows of dQ, of LSE and of delta.
     pub queries: u64,
-    /// Rows of dK and of dV.
+    /// Number of rows of dK and of dV.
     pub keys: u64,
     /// Number of rows of dBias.
     pub bias: u64,
-    /// Elements of dSink: heads.
+    /// Number of elements of dSink, one for each head.
     pub sinks: u64,
 }
 

@@ -18,15 +18,15 @@ use crate::{abi_spec, abi_struct};
 abi_spec! {
     /// Compile-time properties of the launch.
     pub struct CacheSpec {
-        /// Q and K.
+        /// Type of Q and K.
         pub dtype_qk: DType,
-        /// V.
+        /// Type of V.
         pub dtype_v: DType,
-        /// cos and sin.
+        /// Type of cos and sin.
         pub dtype_table: DType,
-        /// Elements of a query's or key's row.
+        /// Number of elements of a query's or key's row.
         pub head_dim_qk: i32,
-        /// Elements of a value's row.
+        /// Number of elements of a value's row.
         pub head_dim_v: i32,
         /// Layout of Q.
         pub q_layout: QLayout,
@@ -46,11 +46,11 @@ abi_spec! {
         pub interleaved: bool,
         /// Whether query i's position is i rows after the first query's; otherwise all queries have one position.
         pub positions_advance: bool,
-        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; else 0.
+        /// Bytes of a key's row, 584 or 656, if the cache has rows of bytes, otherwise 0.
         pub row_bytes: i32,
-        /// Whether new rows are quantised, each by a scale of its own, to `stored`.
+        /// Whether new rows are quantised to `stored`, each with a scale of its own.
         pub scaled: bool,
-        /// Type of the cache where rows have scales; else unread.
+        /// Type of the cache if rows have scales; otherwise it is not used.
         pub stored: DType,
     }
 }
@@ -64,9 +64,9 @@ abi_struct! {
         pub v_new: View,
         /// Where the rotated queries are written.
         pub q: View,
-        /// Scales of K's rows in the cache, written with them; unread where rows have none.
+        /// Scales of K's rows in the cache, which are written with the rows; not used if rows have none.
         pub k_scale: View,
-        /// Scales of V's rows, likewise.
+        /// Scales of V's rows in the cache, which are written with the rows; not used if rows have none.
         pub v_scale: View,
         /// `[batch + 1]`, first new row of each sequence; null where new rows have a batch axis.
         pub cu_seqlens_new: DevPtr<i32>,
@@ -74,15 +74,15 @@ abi_struct! {
         pub cos: DevPtr<Untyped>,
         /// Sines, laid out as the cosines.
         pub sin: DevPtr<Untyped>,
-        /// `[batch]`, an output: keys of each sequence, new ones included.
+        /// Output `[batch]`: number of keys of each sequence, including new ones.
         pub seqused: DevPtr<i32>,
-        /// New rows of each sequence; with packed rows, an upper bound.
+        /// Number of new rows of each sequence; with packed rows, an upper bound.
         pub seqlen_new: i32,
-        /// New rows of all sequences, packed.
+        /// Number of new rows of all sequences, if they are packed.
         pub total_new: i32,
-        /// Rows of cos and sin.
+        /// Number of rows of cos and sin.
         pub max_pos: i32,
-        /// Padding; 0.
+        /// Padding, which is 0.
         pub reserved: i32,
     }
 }
@@ -131,7 +131,7 @@ pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
     first_query(problem) + if problem.cache.rotary.is_some() { rows.saturating_mul(row) } else { 0 }
 }
 
-/// Rows of Q in the workspace: each sequence has as many as the longest may have, also if queries are packed.
+/// Number of rows of Q in the workspace: each sequence has as many as the longest may have, also if queries are packed.
 fn turned_rows(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
 }
@@ -184,7 +184,7 @@ pub fn bind(
     (update, FwdParams { q, seqused_k: DevPtr::new(workspace), ..*whole })
 }
 
-/// Rows that the launch writes.
+/// Number of rows that the launch writes.
 #[must_use]
 pub fn num_rows(problem: &FwdProblem) -> u64 {
     let dims = problem.dims;

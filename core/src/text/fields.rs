@@ -80,7 +80,7 @@ pub struct Takes {
 enum Range {
     /// Every value of the field's type.
     All,
-    /// No value: the field follows from the problem.
+    /// No value may be set: the field follows from the problem.
     Nothing,
     Among(&'static [i32]),
     Within {
@@ -104,7 +104,7 @@ impl Takes {
         Self { range: Range::All, tries: Tries::Nothing }
     }
 
-    /// Takes no value: the field follows from the problem.
+    /// Allows no value: the field follows from the problem.
     #[must_use]
     pub const fn nothing() -> Self {
         Self { range: Range::Nothing, tries: Tries::Nothing }
@@ -116,19 +116,19 @@ impl Takes {
         Self { range: Range::Among(numbers), tries: Tries::Nothing }
     }
 
-    /// `least..=most`.
+    /// Allows the numbers `least..=most`.
     #[must_use]
     pub const fn within(least: i32, most: i32) -> Self {
         Self::multiples(1, least, most)
     }
 
-    /// Multiples of `step` in `least..=most`.
+    /// Allows multiples of `step` in `least..=most`.
     #[must_use]
     pub const fn multiples(step: i32, least: i32, most: i32) -> Self {
         Self { range: Range::Within { least, most, step }, tries: Tries::Nothing }
     }
 
-    /// Tuning tries every value.
+    /// Makes tuning try every allowed value.
     #[must_use]
     pub const fn tuned(self) -> Self {
         Self { tries: Tries::All, ..self }
@@ -149,7 +149,7 @@ impl Takes {
         }
     }
 
-    /// `a multiple of 16 in 16..=256`.
+    /// Text that describes the allowed values, such as `a multiple of 16 in 16..=256`.
     fn words(&self, names: &[String]) -> String {
         let listed = |names: &[String]| match names {
             [rest @ .., last] if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
@@ -238,7 +238,7 @@ pub fn no_such_field(name: &str, value: &str, fields: &[Field]) -> String {
     text + ")"
 }
 
-/// `one_by_one` from `OneByOne`.
+/// The name in snake case: `one_by_one` for `OneByOne`.
 #[must_use]
 pub fn snake_case(name: &str) -> String {
     let mut snake = String::with_capacity(name.len() + 4);
@@ -282,19 +282,19 @@ mod tests {
     abi_enum!(Order { Single, OneByOne });
 
     abi_spec! {
-        /// Has a field of each kind.
+        /// A struct with a field of each kind.
         pub struct Tile {
             /// A field that takes one of three numbers.
             pub rows: i32 = Takes::among(&[64, 128, 192]).tuned(),
-            /// A range with steps.
+            /// A field that takes a range with steps.
             pub keys: i32 = Takes::multiples(16, 16, 64).tuned(),
-            /// A range of which tuning tries some values.
+            /// A field that takes a range of which tuning tries some values.
             pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3]),
-            /// Named values.
+            /// A field whose values have names.
             pub order: Order = Takes::all().tuned(),
             /// A flag that tuning does not change.
             pub flag: bool,
-            /// A number without bounds.
+            /// A field that takes any number.
             pub number: i32,
             /// A field whose value follows from the problem.
             pub layout: VLayout = Takes::nothing(),

@@ -137,7 +137,7 @@ fn tokens(text: &str) -> Vec<String> {
 struct Reader<'a> {
     tokens: &'a [String],
     at: usize,
-    /// The name to which `self` is renamed.
+    /// The name that replaces `self`.
     own: &'a str,
 }
 
@@ -156,7 +156,7 @@ impl Reader<'_> {
         self.at += 1;
     }
 
-    /// Statements of a block, and the value after them.
+    /// Translates the statements of a block, and the value after them.
     fn block(&mut self) -> String {
         let mut text = String::new();
         while self.peek() == "let" {
@@ -197,7 +197,7 @@ impl Reader<'_> {
         text.trim().to_owned()
     }
 
-    /// `a.b.c`, `A::B`, `f(x)`, `a.b.f(x)`, a constant or a number.
+    /// Translates `a.b.c`, `A::B`, `f(x)`, `a.b.f(x)`, a constant or a number.
     fn path(&mut self, first: &str) -> String {
         let is_constant = first.len() > 1 && first.chars().all(|c| c.is_ascii_uppercase() || c == '_');
         let mut path = match first {
@@ -242,7 +242,7 @@ impl Reader<'_> {
         value
     }
 
-    /// Parses what follows `if`: `condition ? one : other`.
+    /// Translates what follows `if` to `condition ? one : other`.
     fn choice(&mut self) -> String {
         let condition = self.value(&["{"]);
         let one = self.braced();
@@ -276,7 +276,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Behind `matches`: `!(value, patterns)`.
+    /// Translates what follows `matches`: `!(value, patterns)`.
     fn is_among(&mut self) -> String {
         self.expect("!");
         self.expect("(");
@@ -305,7 +305,7 @@ fn any_of(of: &str, patterns: &[String]) -> String {
     patterns.iter().map(|pattern| format!("{of} == {pattern}")).collect::<Vec<_>>().join(" || ")
 }
 
-/// `MostRows` from `MOST_ROWS` or `most_rows`.
+/// The name in Pascal case: `MostRows` for `MOST_ROWS` or `most_rows`.
 pub(crate) fn pascal(name: &str) -> String {
     let part = |word: &str| word[..1].to_uppercase() + &word[1..].to_lowercase();
     name.split('_').filter(|word| !word.is_empty()).map(part).collect()

@@ -47,10 +47,10 @@ pub struct Size {
 }
 
 impl Size {
-    /// A barrier of 64 bits.
+    /// Size of a barrier of 64 bits.
     pub const BARRIER: Self = Self::of(8, 8);
 
-    /// A word of 32 bits.
+    /// Size of a word of 32 bits.
     pub const WORD: Self = Self::words(1);
 
     /// A part of `bytes` bytes, aligned to `align`.
@@ -59,13 +59,13 @@ impl Size {
         Self { bytes: round_up(bytes, align), align }
     }
 
-    /// Words of 32 bits.
+    /// Size of `count` words of 32 bits.
     #[must_use]
     pub const fn words(count: i32) -> Self {
         Self::of(4 * count, 4)
     }
 
-    /// A swizzled tile, whose address and size are multiples of 1024 bytes.
+    /// Size of a swizzled tile, whose address and size are multiples of 1024 bytes.
     #[must_use]
     pub const fn tile(bytes: i32) -> Self {
         Self::of(bytes, 1024)

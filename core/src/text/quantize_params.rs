@@ -1,4 +1,4 @@
-//! A conversion to a format with scales by blocks as its launches take it.
+//! Parameters of the launches that convert a tensor to a format with scales by blocks.
 
 use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, View};
 use crate::args::QuantizeArgs;
@@ -10,11 +10,11 @@ use crate::source::Header;
 use crate::{abi_spec, abi_struct};
 
 abi_spec! {
-    /// Facts for which a conversion is compiled.
+    /// Compile-time facts of a conversion.
     pub struct QuantizeSpec {
         /// Type of the numbers.
         pub dtype: DType,
-        /// `kMxfp8E4m3`, `kMxfp8E5m2` or `kNvfp4`.
+        /// Format: `kMxfp8E4m3`, `kMxfp8E5m2` or `kNvfp4`.
         pub format: i32,
         /// Whether blocks lie along rows of the tensor, and not down its columns.
         pub along_dim: bool,
@@ -42,27 +42,27 @@ pub const MOST_MAXIMA: u64 = 2048;
 abi_struct! {
     /// Parameters of the launches of a conversion.
     pub struct QuantizeParams {
-        /// The tensor; strides in elements.
+        /// The tensor to convert; strides in elements.
         pub x: View,
         /// Stored elements; strides in bytes.
         pub elements: View,
         /// Scales of blocks; strides in bytes.
         pub scales: View,
-        /// The tensor's scale, read or written; null: 1.
+        /// The tensor's scale, which is read or written; null for a scale of 1.
         pub tensor_scale: DevPtr<f32>,
         /// Largest magnitudes of groups of lanes.
         pub maxima: DevPtr<f32>,
-        /// Sequences.
+        /// Number of sequences.
         pub batch: i32,
-        /// Rows of a sequence.
+        /// Number of rows of a sequence.
         pub seqlen: i32,
-        /// Heads.
+        /// Number of heads.
         pub num_heads: i32,
-        /// Elements of a row.
+        /// Number of elements of a row.
         pub dim: i32,
-        /// Groups that leave a largest magnitude.
+        /// Number of groups of lanes, each of which writes a largest magnitude.
         pub num_maxima: i32,
-        /// 0.
+        /// Padding, which is 0.
         pub reserved: i32,
     }
 }

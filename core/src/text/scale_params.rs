@@ -12,11 +12,11 @@ abi_struct! {
     /// Kernel argument with the scales of a call in MXFP8 or NVFP4, where each block of 32 or 16 elements has a
     /// scale.
     pub struct BlockScaleParams {
-        /// Q's scales; strides in bytes.
+        /// Scales of Q's blocks; strides in bytes.
         pub q: View,
         /// Scales of K's blocks; strides in bytes.
         pub k: View,
-        /// V's scales; a row of the view is a block of keys.
+        /// Scales of V's blocks; strides in bytes. A row of the view is a block of keys.
         pub v: View,
         /// Format of elements and scales: `kMxfp8E4m3`, `kMxfp8E5m2` or `kNvfp4`.
         pub format: i32,

@@ -9,11 +9,11 @@ use crate::source::Header;
 abi_struct! {
     /// Small outputs of a call.
     pub struct SmallParams {
-        /// Each row's greatest score, of LSE's shape; null when not wanted.
+        /// Greatest score of each row, in LSE's shape; null if not wanted.
         pub row_max: DevPtr<f32>,
         /// Greatest score of each head, `[num_heads_q]`; null if not wanted.
         pub head_max: DevPtr<f32>,
-        /// `[batch, num_heads_q, seqlen_k]`, each key's sum of probabilities; null when not wanted.
+        /// Each key's sum of probabilities, `[batch, num_heads_q, seqlen_k]`; null if not wanted.
         pub key_sum: DevPtr<f32>,
         /// Statistics of each row in the workspace, `[batch, num_heads_q, seqlen_q, 3]`: its greatest score, the
         /// number that is subtracted before exponentials, and the inverse of the sum of exponentials.

@@ -153,7 +153,7 @@ impl fmt::Debug for KernelSource {
     }
 }
 
-/// Those of `headers` that `entry` includes, directly or not, in their order.
+/// The headers that `entry` includes, directly or not, in the order of `headers`.
 fn reached(entry: &str, mut headers: Vec<Header>) -> Vec<Header> {
     let mut reached = vec![false; headers.len()];
     let mut unread = vec![entry];
@@ -171,7 +171,7 @@ fn reached(entry: &str, mut headers: Vec<Header>) -> Vec<Header> {
     headers
 }
 
-/// The names that a text includes.
+/// Names of the headers that a text includes.
 pub fn includes(text: &str) -> impl Iterator<Item = &str> {
     text.lines().filter_map(|line| {
         let name = line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?.trim_start();
@@ -184,10 +184,10 @@ pub fn includes(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The symbol of every kernel.
+/// Symbol under which every kernel is compiled.
 pub const ENTRY: &str = "fmha_kernel";
 
-/// The shared headers.
+/// The headers that kernels of all vendors share.
 #[must_use]
 pub fn headers() -> Vec<Header> {
     static FOLDER: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/device/fmha");
@@ -199,7 +199,7 @@ pub fn headers() -> Vec<Header> {
     headers
 }
 
-/// `fmha/params.h`: the run-time arguments.
+/// Header `fmha/params.h`, with the structs of run-time arguments.
 fn params_h() -> Header {
     let structs = [
         abi::View::c_definition(),
@@ -213,7 +213,7 @@ fn params_h() -> Header {
     Header::shared("fmha/params.h", "fmha", &["fmha/portable.h"], &structs)
 }
 
-/// `fmha/spec.h`: the compile-time facts.
+/// Header `fmha/spec.h`, with the structs of compile-time facts.
 fn spec_h() -> Header {
     let types = [
         DType::c_definition(),
@@ -246,9 +246,9 @@ pub struct Entry<'a> {
     pub call: &'a str,
 }
 
-/// [`AbiLiteral`] as an object.
+/// A value of [`AbiLiteral`] as a trait object.
 pub trait Literal: std::fmt::Debug {
-    /// `constexpr TYPE NAME = VALUE;`
+    /// The declaration `constexpr TYPE NAME = VALUE;`.
     fn declare(&self, name: &str) -> String;
 }
 
@@ -259,7 +259,7 @@ impl<T: AbiLiteral + std::fmt::Debug> Literal for T {
 }
 
 impl Entry<'_> {
-    /// The translation unit.
+    /// Text of the translation unit.
     #[must_use]
     pub fn render(&self) -> String {
         let constants: String =

@@ -16,7 +16,7 @@ use crate::score::Bias;
 pub enum KvKind {
     /// Equal extents, a batch axis.
     Strided,
-    /// Packed, by `cu_seqlens_k`.
+    /// Packed sequences, located by `cu_seqlens_k`.
     Packed,
     /// Keys lie in pages, found by a block table.
     Paged,
@@ -35,9 +35,9 @@ impl From<KvLayout> for KvKind {
 /// Kind of bias that is added to a score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasKind {
-    /// No bias.
+    /// Scores have no bias.
     None,
-    /// A tensor.
+    /// Scores have a bias that is a tensor of one number for each pair.
     Elementwise,
     /// A slope times the distance from the diagonal.
     Alibi,
@@ -46,13 +46,13 @@ pub enum BiasKind {
 /// Which functions a call has as code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CodeKind {
-    /// No function.
+    /// The call has no function.
     None,
-    /// A score.
+    /// The call has a score function.
     Score,
-    /// A mask.
+    /// The call has a mask function.
     Mask,
-    /// Functions of the score and of the mask.
+    /// The call has a score function and a mask function.
     Both,
 }
 
@@ -77,23 +77,23 @@ abi_spec! {
     /// Compile-time facts of a forward kernel. Run-time numbers (lengths, strides, scale, bounds) are in
     /// [`FwdParams`](crate::abi::FwdParams); each kernel's tile has its tuning parameters.
     pub struct FwdSpec {
-        /// Q and K.
+        /// Type of Q and K.
         pub dtype_qk: DType,
-        /// V, and P.
+        /// Type of V, and of P.
         pub dtype_v: DType,
-        /// O.
+        /// Type of O.
         pub dtype_o: DType,
-        /// The elementwise bias; F32 when there is none.
+        /// Type of the elementwise bias; F32 if there is none.
         pub dtype_bias: DType,
         /// Elements of a query's or key's row.
         pub head_dim_qk: i32,
-        /// Elements of a value's or output's row.
+        /// Number of elements of a value's or output's row.
         pub head_dim_v: i32,
         /// Layout of Q and O.
         pub q_layout: QLayout,
         /// Layout of K and V.
         pub kv_layout: KvKind,
-        /// Which axis of V has stride 1.
+        /// Axis of V that has stride 1.
         pub v_layout: VLayout,
         /// Which bounds the mask has.
         pub mask: MaskKind,
@@ -109,8 +109,8 @@ abi_spec! {
         pub sink: bool,
         /// Whether probabilities are dropped.
         pub dropout: bool,
-        /// Whether `softmax_scale` is negative: a kernel that takes the maximum before scaling must then take that
-        /// of `-S`.
+        /// Whether `softmax_scale` is negative. A kernel that takes the maximum before scaling must then take the
+        /// maximum of `-S`.
         pub negative_scale: bool,
         /// Whether LSE is written.
         pub write_lse: bool,
@@ -140,7 +140,7 @@ impl FwdSpec {
             kv_layout: problem.layout.kv.into(),
             v_layout: problem.layout.v,
             mask,
-            // Without a lower bound nothing is hidden that a sink column could show.
+            // Without a lower bound the band hides no key that a sink column could show, so sink columns are dropped.
             sink_columns: mask == MaskKind::Band && problem.mask.sink_columns > 0,
             bias,
             code: CodeKind::from(&problem.code),
@@ -257,11 +257,11 @@ impl BwdSpec {
 abi_spec! {
     /// Compile-time facts of a combine kernel.
     pub struct CombineSpec {
-        /// The parts' O.
+        /// Type of the parts' O.
         pub dtype_part: DType,
-        /// The combined O.
+        /// Type of the combined O.
         pub dtype_o: DType,
-        /// Elements of a row.
+        /// Number of elements of a row.
         pub head_dim_v: i32,
         /// How partial results are merged.
         pub merge: Merge,

@@ -1,4 +1,4 @@
-//! Q, K and V of a format with scales by blocks as numbers, as the launch that writes them takes them.
+//! Parameters of the launch that converts Q, K and V with scales by blocks to plain numbers.
 
 use crate::abi::{AbiLiteral as _, AbiStruct as _, View};
 use crate::block_scales::BlockFormat;
@@ -9,11 +9,11 @@ use crate::scale_params;
 use crate::source::Header;
 use crate::{abi_spec, abi_struct};
 
-/// Columns of a row that one lane writes. Rows of values have a multiple of it.
+/// Number of columns of a row that one lane writes. Rows of values are padded to a multiple of it.
 pub const VALUE_COLUMNS: u32 = 16;
 
 abi_spec! {
-    /// Facts for which the launch that writes values is compiled.
+    /// Compile-time facts of the launch that writes values.
     pub struct BlockValuesSpec {
         /// Type of the values.
         pub dtype: DType,
@@ -41,15 +41,15 @@ abi_struct! {
     /// Where values are written. Strides count values; a row has whole pieces of `VALUE_COLUMNS` columns, with zeros
     /// past its head dimension.
     pub struct BlockValuesParams {
-        /// Values of Q.
+        /// Where the values of Q are written.
         pub q: View,
-        /// Values of K.
+        /// Where the values of K are written.
         pub k: View,
-        /// Values of V, row-major.
+        /// Where the values of V are written, row-major.
         pub v: View,
-        /// Elements of a row of Q and K.
+        /// Number of elements of a row of Q and K.
         pub head_dim_qk: i32,
-        /// Elements of a row of V.
+        /// Number of elements of a row of V.
         pub head_dim_v: i32,
     }
 }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 const BURST_SECONDS: f64 = 2e-3;
 /// Most calls in a recording: a larger graph takes longer to make than it saves.
 const MOST_CALLS: u32 = 200;
-/// Fewer would time how a launch begins.
+/// Fewest calls in a recording: with fewer the start of a launch would count too much.
 const FEWEST_CALLS: u32 = 4;
 
 /// A recording of equal calls, one launch of which is a burst: the host plays no part between its calls.
@@ -42,10 +42,10 @@ impl Burst {
     /// The memory that the recorded calls named is still there, and nothing else uses it meanwhile.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub unsafe fn seconds(&self, stream: &Stream) -> Result<f64> {
-        // SAFETY: promised by the caller: the memory that the recorded calls named is still there, and
-        // nothing else uses it meanwhile.
+        // SAFETY: the caller promises that the memory that the recorded calls named still exists, and that nothing else
+        // uses it meanwhile.
         let seconds = stream.seconds(|| unsafe { self.recording.replay(stream) })?;
         Ok(seconds / f64::from(self.calls))
     }

@@ -177,9 +177,9 @@ mod tests {
             |p| p.score.softmax_scale = Some(0.3),
             // A quantised cache has the tile of the 16-bit one.
             |p| p.cache.dtype = Some(DType::E4m3Fn),
-            // A longer sequence and batch that round to the same powers of two.
+            // A longer sequence and a larger batch, which round to the same powers of two.
             |p| *p = FwdProblem::batch(DType::F16, Dims { seqlen_q: 5000, batch: 3, ..DIMS }),
-            // Gaps between rows that 16 bytes divide.
+            // Gaps between rows that are multiples of 16 bytes do not change the class.
             |p| p.strides.k.seq += 8,
         ];
         for (at, change) in same.into_iter().enumerate() {

@@ -14,13 +14,13 @@ use crate::source::{Header, KernelSource};
 /// A kernel whose measured tiles are stored.
 #[derive(Clone, Copy, Debug)]
 pub struct TunedKernel<'a> {
-    /// Name under which the kernel's tiles are stored: `sm90-bwd`.
+    /// Name under which the kernel's tiles are stored, such as `sm90-bwd`.
     pub label: &'a str,
     /// The headers that the entries of its launches include.
     pub headers: &'a [&'a str],
 }
 
-/// One device's tiles.
+/// The measured tiles of one device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TunedTiles {
     /// Folder of the file, if any.
@@ -31,7 +31,7 @@ pub struct TunedTiles {
     tiles: BTreeMap<String, Kept>,
 }
 
-/// Contents of the file.
+/// Contents of the file of measured tiles.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Contents {
     /// Device name, and other properties of it on which a tile depends.
@@ -158,7 +158,7 @@ mod tests {
     }
     use crate::{DType, Dims, FwdProblem};
 
-    /// Class of calls with `batch` sequences.
+    /// The class of calls with `batch` sequences.
     fn class(batch: u32) -> TileClass {
         let dims = Dims::batch(batch).seqlens(4096, 4096).heads(12, 4).head_dim(64);
         TileClass::of_fwd(&FwdProblem::batch(DType::F16, dims))

@@ -21,7 +21,7 @@ pub use class::TileClass;
 pub use kept::{TunedKernel, TunedTiles};
 pub use search::{Change, Found, InTurns, LEAST_GAIN, Timer, Tried, by_model, search};
 
-/// `name=value` pairs, as [`PlanOptions::tile`](crate::PlanOptions::tile) takes them.
+/// Fields of a tile as `name=value` pairs, in the form of [`PlanOptions::tile`](crate::PlanOptions::tile).
 pub type TileOptions = Vec<(String, String)>;
 
 /// A tile that was faster than its kernel's own choice.

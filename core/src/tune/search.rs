@@ -21,7 +21,7 @@ pub trait Timer {
     /// Seconds of a call, in a burst of them.
     ///
     /// # Errors
-    /// What the device said.
+    /// An error of the device.
     fn burst(&mut self, ready: &Self::Ready) -> Result<f64, String>;
 
     /// Whether the search may begin another tile; called before each one.
@@ -66,7 +66,7 @@ pub fn by_model(
     (changes.into_iter().map(|(_, change)| change).collect(), left_out)
 }
 
-/// Times of two tiles, one burst each in every round. Every other round runs the second tile first, so that a
+/// Compares two tiles, with one burst of each in every round. Every other round runs the second tile first, so that a
 /// drifting clock favours neither.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct InTurns {
@@ -87,7 +87,7 @@ impl InTurns {
     /// Runs the measurement.
     ///
     /// # Errors
-    /// What the device said.
+    /// An error of the device.
     pub fn run<T: Timer>(
         timer: &mut T,
         incumbent: &T::Ready,
@@ -128,7 +128,7 @@ impl InTurns {
         quantile(&self.gains(), 0.5)
     }
 
-    /// Spread of the rounds' gains: third quartile less first quartile.
+    /// Spread of the gains of the rounds: third quartile minus first quartile.
     #[must_use]
     pub fn spread(&self) -> f64 {
         let gains = self.gains();
@@ -196,7 +196,7 @@ impl Found {
 /// goes on. Confirms the result with three times as many rounds. `tell` is called with each tried tile.
 ///
 /// # Errors
-/// What the device said, or why the kernel's own tile cannot be timed.
+/// An error of the device, or why the kernel's own tile cannot be timed.
 pub fn search<T: Timer>(
     timer: &mut T,
     own: &TileOptions,
@@ -262,8 +262,7 @@ fn changed(tile: &TileOptions, changes: &[Change]) -> Vec<TileOptions> {
     changes.iter().map(|(knob, value)| with(tile, knob, value)).filter(|changed| changed != tile).collect()
 }
 
-/// The tile with another value of one field. That field is placed last, so that earlier, incompatible fields are
-/// overridden.
+/// The tile with one field changed. That field is placed last, so that earlier, incompatible fields are overridden.
 fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
     let mut tile = tile.clone();
     if let Some(at) = tile.iter().position(|(name, old)| name == knob && old != value) {

@@ -2,13 +2,13 @@
 
 use fmha_core::{BwdArgs, DevSlice, DevSliceMut, ElemType, MemorySpace};
 
-/// Host memory of as many bytes as `elems` f32, to be read.
+/// Input in host memory, as many bytes as `elems` f32.
 pub(crate) fn input(address: usize, elems: u64) -> DevSlice<'static> {
     // SAFETY: the checks, and `bind`, never read through a slice.
     unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4, ElemType::Bytes) }
 }
 
-/// Host memory of as many bytes as `elems` f32, to be written.
+/// Output in host memory, as many bytes as `elems` f32.
 pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
     // SAFETY: the checks, and `bind`, never read or write through a slice.
     unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4, ElemType::Bytes) }

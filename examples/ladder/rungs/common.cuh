@@ -1,4 +1,4 @@
-// Text that the rungs share: the call, the places of its rows, and the softmax of a warp's fragment.
+// Text that the rungs share: the call, addresses of its rows, and the softmax of a warp's fragment.
 #pragma once
 #include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -7,7 +7,7 @@ namespace ladder {
 
 using namespace fmha;
 
-// Q, K, V and O: [batch, seqlen, heads, dim] of bf16; seqlen is a multiple of 128.
+// Arguments Q, K, V and O: [batch, seqlen, heads, dim] of bf16. seqlen is a multiple of 128.
 struct Call {
   const uint16_t *q, *k, *v;
   uint16_t* o;
@@ -16,7 +16,7 @@ struct Call {
   float scale_log2;  // the softmax scale times log2(e): hardware has exp2, and exp(x) = exp2(x log2(e))
 };
 
-// The part of a tensor that one head has: rows of `dim` elements, `stride` apart.
+// Rows of one head in a tensor: `dim` elements each, `stride` apart.
 struct Rows {
   int64_t first;
   int32_t stride;
@@ -46,7 +46,7 @@ FMHA_DEVICE int32_t blocks_of(const Call& call, int32_t first_query) {
 FMHA_DEVICE float sum_of(float a, float b) { return a + b; }
 FMHA_DEVICE float larger_of(float a, float b) { return fmaxf(a, b); }
 
-// Over the `lanes` lanes, a power of two, that are side by side.
+// Reduction over `lanes` neighbouring lanes, a power of two.
 template <int lanes, class Function>
 FMHA_DEVICE float reduce(float value, Function function) {
 #pragma unroll
@@ -59,7 +59,8 @@ FMHA_DEVICE float reduce(float value, Function function) {
 struct RowSoftmax {
   float row_max[2] = {-infinity(), -infinity()}, row_sum[2] = {0.f, 0.f};
 
-  // `first_row` and `first_key`: the warp's first query and the block's first key, where some are to be hidden.
+  // Adds a block of scores. `first_row` and `first_key` are the warp's first query and the block's first key, needed
+  // where the mask hides some keys.
   template <int n>
   FMHA_DEVICE static void hide(mma::Accumulator<n>& s, int32_t first_row, int32_t first_key) {
     const int32_t row = first_row + threadIdx.x % 32 / 4, key = first_key + mma::fragment_column();
@@ -68,7 +69,7 @@ struct RowSoftmax {
       if (key + s.column(e) > row + 8 * s.row(e)) s[e] = -infinity();
   }
 
-  // O follows: it is relative to the maximum. A causal tile's first block shows every row a key, so no maximum is -inf.
+  // Rescales O to the new maximum. In a causal tile's first block every row sees a key, so no maximum is -inf.
   template <int n, int dim>
   FMHA_DEVICE void step(mma::Accumulator<n>& s, mma::Accumulator<dim>& o, float scale_log2) {
     float correction[2];
@@ -93,7 +94,7 @@ struct RowSoftmax {
     for (int e = 0; e < dim / 2; ++e) o[e] *= correction[o.row(e)];
   }
 
-  // O / sum, to the warp's sixteen rows of memory.
+  // Writes O / sum to the warp's sixteen rows in memory.
   template <int dim>
   FMHA_DEVICE void store(const mma::Accumulator<dim>& o, uint16_t* rows, int32_t stride) const {
 #pragma unroll

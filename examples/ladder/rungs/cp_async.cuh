@@ -31,7 +31,8 @@ FMHA_DEVICE void attention(const Call& call) {
   const int32_t warp_row = threadIdx.x / 32 * 16, first_row = work.first_query + warp_row;
   const int32_t num_blocks = blocks_of<kQueries, kKeys, causal>(call, work.first_query);
 
-  // Each block is a group of copies, an empty one behind the last, so that one count of groups serves throughout.
+  // Each block is one group of copies, and an empty group follows the last, so that the number of groups to wait for
+  // never changes.
   const auto load_block = [&](int32_t block) {
     if (block < num_blocks) {
       const int64_t first_key = rows.first + int64_t(block) * kKeys * rows.stride;

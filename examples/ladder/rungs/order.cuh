@@ -13,7 +13,7 @@
 
 namespace ladder {
 
-// Tiles of a group of heads, from the last queries to the first; then the next group's.
+// Order of tiles: those of a group of heads from the last queries to the first, then the next group's.
 template <int rows, bool causal>
 FMHA_DEVICE Work longest_first(const Call& call) {
   if (!causal) return work_of_cta<rows>(call);

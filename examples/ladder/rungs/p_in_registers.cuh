@@ -54,7 +54,7 @@ FMHA_DEVICE void attention(const Call& call) {
     if (causal && (block + 1) * kKeys > first_row) softmax.hide(s, first_row, block * kKeys);
     softmax.step(s, o, call.scale_log2);
 
-    // Sixteen columns of P: a lane's operand is eight numbers of its accumulator, in order.
+    // Loads sixteen columns of P: a lane's operand is eight numbers of its accumulator, in order.
     const auto load_p = [&](uint32_t (&a)[4], int key) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = ptx::cvt_rn_x2<DType::Bf16>(s[key / 2 + 2 * i], s[key / 2 + 2 * i + 1]);

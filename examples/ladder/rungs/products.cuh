@@ -1,4 +1,5 @@
-// Products of a warp's sixteen rows on the tensor cores, mma.sync on tiles whose rows simply follow one another.
+// Products of a warp's sixteen rows on the tensor cores, by mma.sync, on tiles whose rows follow one another without a
+// swizzle.
 #pragma once
 #include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/matrix.cuh>
@@ -24,7 +25,7 @@ struct PlainTile {
   }
 };
 
-// d += A B for sixteen rows of A, sixteen deep, and sixteen columns of B from `column` on.
+// Adds A B to d: sixteen rows of A, a depth of sixteen, and sixteen columns of B from `column` on.
 template <int n>
 FMHA_DEVICE void multiply(mma::Accumulator<n>& d, const uint32_t (&a)[4], const uint32_t (&b)[4], int column) {
   const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
@@ -32,7 +33,7 @@ FMHA_DEVICE void multiply(mma::Accumulator<n>& d, const uint32_t (&a)[4], const 
   ptx::mma_m16n8k16<DType::Bf16>(&d.elems[column / 2 + 4], a, right);
 }
 
-// S = Q K^T: sixteen rows of Q from `row` on; K's rows are S's columns.
+// Computes S = Q K^T for sixteen rows of Q from `row` on. K's rows are S's columns.
 template <int n, class Q, class K>
 FMHA_DEVICE void scores(mma::Accumulator<n>& s, const Q& q, int32_t row, const K& k) {
   s.clear();
@@ -48,7 +49,7 @@ FMHA_DEVICE void scores(mma::Accumulator<n>& s, const Q& q, int32_t row, const K
   }
 }
 
-// O += P V, where `load_p(a, key)` gives sixteen columns of P; V's rows are P's columns, which ldmatrix transposes.
+// Adds P V to O. `load_p(a, key)` loads sixteen columns of P. V's rows are P's columns, so ldmatrix transposes V.
 template <int dim, class LoadP, class V>
 FMHA_DEVICE void add_values(mma::Accumulator<dim>& o, LoadP load_p, const V& v) {
 #pragma unroll
@@ -65,7 +66,7 @@ FMHA_DEVICE void add_values(mma::Accumulator<dim>& o, LoadP load_p, const V& v) 
 
 constexpr int kThreads = 128;  // of a CTA
 
-// Rows of a tile by cp.async, 16 bytes a thread at a time. Not waited for.
+// Copies rows of a tile by cp.async, 16 bytes of each thread at a time, without waiting.
 template <class Tile>
 FMHA_DEVICE void copy_async(const Tile& to, const uint16_t* from, int32_t stride) {
   constexpr int words = Tile::dim / 8;

@@ -49,7 +49,7 @@ FMHA_DEVICE void attention(const Call& call, const Work& work) {
     ptx::cp_async_commit_group();
   };
 
-  // Sixteen rows to a warp: one accumulator each.
+  // A warp has sixteen rows, so one accumulator.
   mma::Accumulator<dim> o[1];
   mma::RegisterTile<uint16_t, kKeys> p[1];
   RowSoftmax softmax;

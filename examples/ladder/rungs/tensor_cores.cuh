@@ -24,7 +24,7 @@ struct Smem {
   PlainTile<kQueries, kKeys> p;
 };
 
-// Copies from memory through registers to shared memory: each thread waits for what it has loaded.
+// Copies a tile from memory through registers to shared memory: each thread waits for its own loads.
 template <class Tile>
 FMHA_DEVICE void copy(const Tile& to, const uint16_t* from, int32_t stride) {
   constexpr int words = Tile::dim / 8;

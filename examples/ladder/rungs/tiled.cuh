@@ -38,7 +38,7 @@ FMHA_DEVICE void attention(const Call& call) {
   Smem<dim>& smem = *reinterpret_cast<Smem<dim>*>(raw);
   const Work work = work_of_cta<kQueries>(call);
   const Rows rows = rows_of_head<dim>(call, work.head);
-  // The thread's rows are 4 y .. 4 y + 3; its columns x, x + 16, ... of S, its words x, x + 16, ... of O.
+  // A thread has rows 4 y .. 4 y + 3, columns x, x + 16, ... of S, and words x, x + 16, ... of O.
   const int32_t x = threadIdx.x % 16, y = threadIdx.x / 16;
   constexpr int words = dim / 32;
   float o[4][2 * words] = {}, row_max[4], row_sum[4] = {};

@@ -17,7 +17,7 @@ namespace ladder {
 
 constexpr int kQueries = 64, kKeys = 64, kConsumers = 4, kStages = 2;
 
-// How TMA sees the tensors: axes dim, query or key, head, batch; boxes of 64 elements and 64 rows.
+// Tensor maps: axes dim, query or key, head, batch; boxes of 64 elements and 64 rows.
 struct Maps {
   ptx::TensorMap q, k, v;
 };

@@ -1,4 +1,5 @@
-// Keys and values that other devices' copies bring while the kernel runs, in pieces of rows with a flag each.
+// Waits for keys and values that other devices copy to this one while the kernel runs: they arrive in pieces of rows,
+// and each piece has a flag in memory.
 //
 // One thread of a CTA loads K and V by TMA. Before it loads rows of a piece for the first time it polls the piece's
 // flag; the copies need no multiprocessor, so a grid that fills the device may wait for them.
@@ -7,7 +8,7 @@
 
 namespace fmha {
 
-// K and V are in memory before the launch.
+// For a launch whose K and V are complete in memory before it begins: nothing waits.
 struct AllKeysHere {
   static constexpr bool waits = false;
   FMHA_DEVICE void wait(int32_t, int32_t) const {}
@@ -23,7 +24,7 @@ struct ArrivingKeys {
 
   FMHA_DEVICE explicit ArrivingKeys(const Params& p) : p(p), here(p.here) { know_all(); }
 
-  // Once all pieces have arrived, in a CTA's first tile with many keys, a block costs two comparisons.
+  // Records that every piece has arrived. From then on the check before a key block is two comparisons.
   FMHA_DEVICE void know_all() {
     if (here != ~uint64_t(0)) return;
     begin = -0x7fffffff - 1;
@@ -32,8 +33,8 @@ struct ArrivingKeys {
 
   FMHA_DEVICE int32_t end_of(int32_t i) const { return i + 1 < int32_t(p.count) ? int32_t(p.ends[i]) : 0x7fffffff; }
 
-  // Returns when rows `row .. row + rows` may be loaded by TMA. A key block that ends beyond the last row, or lies
-  // before the first (a tile without keys), reads zeros there.
+  // Waits until rows `row .. row + rows` of K and V have arrived, so that TMA may load them. A key block that ends
+  // beyond the last row, or lies before the first (a tile without keys), reads zeros there.
   FMHA_DEVICE void wait(int32_t row, int32_t rows) {
     if (row >= begin && row + rows <= end) return;
     find(row, rows);
@@ -60,7 +61,8 @@ struct ArrivingKeys {
       if (row + rows <= end) break;
     }
     know_all();
-    // Keys that the flag announced were written for the generic proxy; TMA reads by the asynchronous one.
+    // Other devices' copies write keys through the generic proxy, and TMA reads through the asynchronous proxy: the
+    // fence orders them.
     if (polled) ptx::fence_proxy_async_global();
   }
 

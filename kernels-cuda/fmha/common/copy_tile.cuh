@@ -27,8 +27,8 @@ struct CopyWarps {
 
 template <int bytes, class Threads>
 struct Copier {
-  // Barrier of the copies under way: a tile's copies stay under way while the next one's are issued, and their
-  // barrier is arrived at after those.
+  // Barrier of a tile whose copies this thread has issued and not announced yet. The thread arrives at it after it has
+  // issued the next tile's copies, so that copies of two tiles overlap.
   ptx::Barrier* pending = nullptr;
 
   // Copies rows of a tile from the addresses `row_of` returns (null: zeros), `dim`
@@ -63,7 +63,7 @@ struct Copier {
     }
   }
 
-  // Copies elements of a tile from the addresses that `elem_of(row, column)` returns (null: zero), one by one.
+  // Copies a tile element by element. `elem_of(row, column)` returns an element's address; null stands for a zero.
   template <class Tile, class ElemOf>
   FMHA_DEVICE void gather(const Tile& tile, ElemOf elem_of) const {
     using Elem = typename Tile::Elem;
@@ -85,7 +85,7 @@ struct Copier {
     }
   }
 
-  // A fence, so that the tensor cores see these ordinary writes, then the arrival.
+  // Makes these ordinary writes visible to the tensor cores by a fence, then arrives at the tile's barrier.
   FMHA_DEVICE void arrive() {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(*pending, true);
@@ -117,7 +117,8 @@ struct Copier {
     if (pending) arrive();
     pending = nullptr;
   }
-  // Waits for a slot to be free. The warp that frees it may itself wait for copies that are pending here.
+  // Waits until a slot is free. Pending copies are announced first, since the warp that frees the slot may itself wait
+  // for them.
   FMHA_DEVICE void wait(ptx::Barrier& barrier, uint32_t parity) {
     if (ptx::mbarrier_test_parity(barrier, parity)) return;
     flush();

@@ -1,4 +1,5 @@
-// Masks as data in tiled kernels: a class per warp and tile, then pair by pair in partly masked tiles.
+// Masks as data in tiled kernels: a warp classifies each tile (all, some or no pairs visible), and tests single pairs
+// only in tiles that are visible in part.
 #pragma once
 #include <fmha/mask_classes.h>
 #include <fmha/num.h>
@@ -6,7 +7,7 @@
 
 namespace fmha {
 
-// The lanes of a warp.
+// Operations on the lanes of a warp.
 struct WarpLanes {
   static constexpr int32_t count = 32;
   static FMHA_DEVICE int32_t index() { return threadIdx.x % 32; }

@@ -1,4 +1,4 @@
-// Dropout of a consumer thread's scores, decided by position alone.
+// Decides which of a thread's probabilities dropout sets to zero, from their positions alone.
 #pragma once
 #include <fmha/common/philox_parts.cuh>
 #include <fmha/mma/fragment.cuh>
@@ -8,15 +8,15 @@
 
 namespace fmha {
 
-// Part of the generator's work that 128 keys have in common for every query of a head (dropout_quad): one per warp,
-// in shared memory.
+// Part of the random generator's work that one group of four keys has in common for every query of a head
+// (dropout_quad). Each warp keeps those of 128 keys in shared memory.
 struct alignas(16) DropoutQuad {
   Array<uint32_t, 4> words;
 };
 using DropoutQuads = DropoutQuad[32];
 
-// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. A predicated addition sets a bit, so that the pipe of
-// comparisons stays free for the generator's XORs.
+// Up to 23 bits in an f32 between 2^23 and 2^24: adding a power of two sets a bit that is not set yet. A predicated
+// addition does so in the floating-point pipe, so that the integer pipe stays free for the generator's XORs.
 struct CountedBits {
   float sum = 0x1p23f;
 
@@ -25,11 +25,12 @@ struct CountedBits {
   FMHA_DEVICE void shift() {
     sum = fmaf(sum, float(1 << count), 0x1p23f - 0x1p23f * (1 << count));
   }
-  // Bits from 23 on are of no meaning.
+  // Returns the bits as a word. Bits 23 and higher have no meaning.
   FMHA_DEVICE uint32_t word() const { return bits_of(sum); }
 };
 
-// Which elements dropout zeros of a fragment of a block's `n` keys, known before the scores are.
+// Tells which elements of a fragment of `n` keys dropout sets to zero. It needs positions alone, so it is computed
+// before the scores.
 //
 // One call of the generator decides four keys of a row, and two neighbouring lanes hold two of them each. The
 // even lane calls it for the upper row, the odd lane for the lower, and each hands the other its half: one call
@@ -42,8 +43,8 @@ struct DroppedBits {
   // the next two, and so on.
   uint32_t words[2][num_words];
 
-  // Draws which P of the first `count` keys are dropped. `i` and `batch_head` belong to the thread's two rows; with
-  // `one_head` all rows of the warp have one head.
+  // Draws which probabilities of the block's first `count` keys dropout sets to zero. `i` and `batch_head` are the
+  // queries and heads of the thread's two rows; with `one_head` all rows of the warp have one head.
   template <int count, bool one_head>
   FMHA_DEVICE void decide(const FwdParams& p, DropoutQuads& quads, const int32_t (&i)[2], const int32_t (&batch_head)[2],
                           int32_t first_key) {
@@ -66,8 +67,8 @@ struct DroppedBits {
         __syncwarp();
       }
       int32_t quad = lane / 2;
-      // Four concurrent calls suffice; all of a block's at once are
-      // more code than the instruction cache next to the warp holds.
+      // Four calls of the generator at a time: their latencies overlap, and the code still fits the warp's instruction
+      // cache, which all calls of a block would not.
       constexpr int calls = 4;
 #pragma unroll 1
       for (int g = 0; g < 2 * num_pairs; g += calls, quad += 2 * calls) {
@@ -95,7 +96,8 @@ struct DroppedBits {
     }
   }
 
-  // Mask of group g in row r, 16 bits for each of its two columns: ones where dropped.
+  // Two 16-bit masks, one for each of the thread's two columns in 8-column group g of row r: ones where dropout drops
+  // the element.
   FMHA_DEVICE uint32_t mask(int r, int g) const {
     const uint32_t pair = words[r][g / groups_a_word] << g % groups_a_word / 2;
     return ptx::prmt(pair, pair, g % 2 == 0 ? 0x9988 : 0xbbaa);  // the sign of a byte all over a byte

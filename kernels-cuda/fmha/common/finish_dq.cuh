@@ -1,4 +1,4 @@
-// Computes dQ from sums in global memory, to which CTAs of keys have added: scaled and rounded once.
+// Computes dQ from the f32 sums that CTAs of keys have added up in global memory: scales each sum and rounds it once.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -7,8 +7,9 @@
 
 namespace fmha {
 
-// One CTA for each block of queries of a head. Rows that a hidden NaN or infinity has reached are recomputed.
-// `Sums`: `rows` queries of a block, `block_of` the begin of its sums, `index_of` the place of a sum in them.
+// One CTA for each block of queries of a head. A row that contains a NaN or an infinity from a hidden key is
+// recomputed. `Sums` describes the sums' layout: `rows` queries a block, `block_of` where a block's sums begin,
+// `index_of` an element's index in them.
 template <BwdSpec spec, class Sums>
 FMHA_DEVICE void finish_dq(const BwdParams& p) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, head = blockIdx.x % heads;

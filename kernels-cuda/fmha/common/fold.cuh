@@ -13,10 +13,11 @@
 
 namespace fmha {
 
-// Special LSE of a part whose row must be recomputed over all parts: a NaN that no instruction produces.
+// A special LSE, a NaN that no instruction produces. A part stores it for a row that must be recomputed over the keys
+// of all parts.
 constexpr uint32_t kAgainBits = 0x7fc0f01du;
 
-// Factors of the merged parts so far, and of the next part.
+// Factors by which the merge multiplies the sum of the parts so far, and the next part.
 struct FoldWeights {
   float old, part;
 };
@@ -25,15 +26,15 @@ struct FoldedRow {
   float top = -infinity();  // the largest LSE
   float sum = 0.f;          // of exp(LSE - top)
 
-  // Exponentials for a part: of the largest LSE before it, and of its own LSE, relative
-  // to `next`, the larger one. A part without a key that the row sees is neutral.
+  // Exponentials of the largest LSE before a part and of the part's own LSE, both relative to `next`, the larger of the
+  // two. A part in which the row sees no key leaves the fold as it is.
   FMHA_DEVICE static FoldWeights exponentials(float top, float next, float lse) {
     if (lse == -infinity()) return {1.f, 0.f};
     const float reference = finite_or_zero(next);
     return {exp2_of(__fmul_rn(__fsub_rn(top, reference), kLog2E)),
             exp2_of(__fmul_rn(__fsub_rn(lse, reference), kLog2E))};
   }
-  // Adds a part with these exponentials to the fold.
+  // Adds a part to the fold. `exponentials` are those of the fold so far and of the part.
   FMHA_DEVICE FoldWeights add(const FoldWeights& exponentials) {
     const float before = __fmul_rn(sum, exponentials.old);
     sum = __fadd_rn(before, exponentials.part);
@@ -41,7 +42,7 @@ struct FoldedRow {
     if (exponentials.part == 0.f && exponentials.old == 1.f) return {1.f, 0.f};
     return {__fmul_rn(before, per_sum), __fmul_rn(exponentials.part, per_sum)};
   }
-  // Merges a part with this LSE.
+  // Adds a part with log-sum-exp `lse` to the fold.
   FMHA_DEVICE FoldWeights take(float lse) {
     const float next = fmaxf(top, lse);
     const FoldWeights exps = exponentials(top, next, lse);

@@ -1,19 +1,20 @@
-// The launch behind parts of a fixed number of keys: it folds each row's (fold.cuh), from the last one to the first.
+// The launch that merges the results of split keys, where each part has a fixed number of keys: it folds each row's
+// parts (fold.cuh), from the last part to the first.
 //
-// `warps` warps have a row's columns between them, so how many there are changes no bit. A warp reads the LSEs of 32
-// parts side by side, a lane each, and has their exponentials so; only the sums and O go from part to part in order.
+// `warps` warps divide a row's columns among them, so their number changes no bit of the result. Each lane of a warp
+// computes the exponential of one of 32 parts in parallel; only the sums and O are accumulated part by part.
 #pragma once
 #include <fmha/common/fold.cuh>
 #include <fmha/common/merge_parts.cuh>
 
 namespace fmha::split {
 
-// A warp's elements of a row of O, of every 128 columns.
+// Which columns of a row of O one warp has: some of every 128 columns.
 template <int32_t dim, int32_t warps>
 struct RowColumns {
   static_assert(warps == 1 || warps == 4, "lanes load 16 bytes, or 4");
   static constexpr int32_t width = 4 / warps, chunks = ceil_div(dim, 4 * kWarp);
-  // Parts that a warp loads at a time: 32 registers of a lane, or 16.
+  // Number of parts that a warp loads before it adds the first: 32 or 16 registers of a lane.
   static constexpr int32_t under_way = max(warps == 1 ? 8 / chunks : 16 / chunks, 2);
   float elems[chunks][width];
 
@@ -50,7 +51,7 @@ FMHA_DEVICE FoldedParts fold_row(const KvParts& parts, const MergedRow& merged, 
   for (int32_t end = merged.num_parts; end > 0; end -= kWarp) {
     const int32_t count = min(end, kWarp);
     const auto from_last = [&](int32_t l) { return end - 1 - l; };
-    // Lane l has the l-th part from the last: its LSE, and the largest LSE up to it.
+    // Lane l holds the l-th part counted from the last: its LSE, and the largest LSE of the parts up to it.
     const float lse = lane < count ? lse_of(parts, merged, from_last(lane)) : -infinity();
     folded.again |= bits_of(lse) == kAgainBits;
     float next = fmaxf(folded.row.top, lse);
@@ -96,15 +97,16 @@ FMHA_DEVICE FoldedParts fold_row(const KvParts& parts, const MergedRow& merged, 
   return folded;
 }
 
-// Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: it was
-// launched to start while the parts' grid ends. `keys`: those that a row that is computed again sees.
+// Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: the launch
+// may start while the grid that computes the parts still runs. `keys`: the keys that a recomputed row sees.
 template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, class Keys = EveryKey>
 FMHA_DEVICE void fold(const FwdParams& p, const KvParts& parts, const Keys& keys_of_row = {}) {
   constexpr int32_t dim = spec.head_dim_v, rows = threads / kWarp / warps;
   using Columns = RowColumns<dim, warps>;
   const int32_t warp = threadIdx.x / kWarp, of_row = warp % warps, lane = threadIdx.x % kWarp;
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * parts.num_rows;
-  // The first pass touches no memory, as in the merge of other parts.
+  // The first pass of a dependent launch accesses no memory: it only brings the code into the instruction cache while
+  // the grid before still runs.
   bool live = !dependent || int32_t(blockIdx.x) >= kEarly;
   if constexpr (dependent) {
     if (live) ptx::wait_for_grids_before();
@@ -124,7 +126,8 @@ FMHA_DEVICE void fold(const FwdParams& p, const KvParts& parts, const Keys& keys
     }
     if (there) {
       const SeqSpan& span = merged.span;
-      // Parts that the forward kernel has written: up to the last key that the row sees, and the first in any case.
+      // Number of parts that the forward kernel has written for this row: those up to the last key that the row sees,
+      // at least the first.
       const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
       merged.num_parts = max(ceil_div(row_range(band, merged.i, span.seqlen_k).end, parts.keys), 1);
       merged.row = at;
@@ -138,7 +141,8 @@ FMHA_DEVICE void fold(const FwdParams& p, const KvParts& parts, const Keys& keys
       FoldedParts folded = fold_row<dim>(parts, merged, o);
       float factor = 1.f;
       if constexpr (spec.sink) {
-        // The sink is natural: times log2(e) it may overflow f32. It has no O.
+        // The sink is a natural logarithm: times log2(e) it may overflow f32. It adds to the row's sum and nothing to
+        // O.
         const float sink = live ? scalar_of(p.sink, 0, merged.i_head, -infinity()) : -infinity();
         factor = folded.row.take(sink).old;
       }

@@ -1,5 +1,5 @@
-// The launch that writes what a mask as code shows into words of bits, a row of them for each
-// query, like masks as data: once for all heads, so that no later kernel evaluates the function.
+// A launch that evaluates a mask as code once for all heads and writes one bit for each query and key, a row of words
+// for each query, as masks as data have them. No later kernel then evaluates the function.
 #pragma once
 #include <fmha/mask_data.h>
 #include <fmha/score.h>
@@ -8,13 +8,14 @@
 namespace fmha {
 
 struct FunctionBits {
-  // A warp has this many words of 32 queries; each lane has one query.
+  // A warp computes `words` words for each of 32 queries; each lane has one query.
   static constexpr int32_t words = 8, rows = 32;
 
   const FwdParams& p;
   const MaskDataParams& masks;
 
-  // `num_words`: of a row, a multiple of four. Words of queries that the sequence does not have are not written.
+  // Writes the words of every query that the sequence has. `num_words` is the length of a row in words, a multiple of
+  // four.
   FMHA_DEVICE void run(QLayout q_layout, KvKind kv_layout, int32_t num_words) const {
     const int32_t warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     const int32_t parts = max(ceil_div(num_words, words), 1), groups = max(ceil_div(p.seqlen_q, rows), 1);
@@ -28,7 +29,8 @@ struct FunctionBits {
     const int32_t row = min(first_row + lane, own.end - 1);
     const int64_t place = i_batch * masks.bits.batch + row * masks.bits.row + first_word;
     int32_t* to = const_cast<int32_t*>(masks.bits.data) + place;
-    // Bounds of all words, and then of each, spare most pairs.
+    // Bounds of the function, first over all of the warp's words and then over each word, make most pairs' evaluation
+    // unnecessary.
     const expr::Bound all = functions.shows_of(own, {32 * first_word, end_key});
     const bool is_known = all.lo >= 1 || all.hi <= 0;
     uint32_t four[4] = {0, 0, 0, 0};
@@ -43,12 +45,12 @@ struct FunctionBits {
 #pragma unroll
         for (int32_t j = 0; j < 32; ++j) shown |= uint32_t(functions.shows({row, first, 0, j})) << j;
       }
-      // The last four words in their order, without an index.
+      // Keeps the last four words in order. An array that a variable indexes would go to local memory.
       four[0] = four[1];
       four[1] = four[2];
       four[2] = four[3];
       four[3] = shown;
-      // Lanes beyond the last row write its words again.
+      // Lanes beyond the last row write the last row's words again.
       if (w % 4 == 3 && first_word + w < num_words) {
         *reinterpret_cast<uint4*>(to + w - 3) = {four[0], four[1], four[2], four[3]};
       }

@@ -1,14 +1,13 @@
-// Dropout's keep mask: a byte for every query and key of a sequence, be the key hidden or not. It depends on
-// positions alone, so that a launch of its own writes it, and the forward kernel may skip the blocks that the mask
-// hides.
+// Writes dropout's keep mask: one byte for every query and key of a sequence, also for keys that the mask hides. The
+// bytes depend on positions alone, so a separate launch writes them, and the forward kernel may skip hidden blocks.
 #pragma once
 #include <fmha/philox.h>
 #include <fmha/seq.h>
 
 namespace fmha {
 
-// Any grid of whole warps: each processes rows until none is left;
-// a lane handles four keys, which share one call of the generator.
+// Writes the keep mask with any grid of whole warps. Each warp takes rows until none is left; a lane handles four keys,
+// which share one call of the generator.
 template <FwdSpec spec>
 FMHA_DEVICE void write_keep_mask(const FwdParams& p) {
   constexpr int32_t warp = 32;

@@ -1,4 +1,5 @@
-// Places of a tile's rows of O and LSE, the call's or a part's, and the recomputation of rows.
+// Finds where the rows of a tile's O and LSE lie, in the call's outputs or in those of a part of the keys, and
+// recomputes rows.
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/recompute_row.cuh>
@@ -7,20 +8,20 @@
 
 namespace fmha {
 
-// The batch coordinate and the first row of O and LSE: the parts of a split have batches of their own, one after
-// another, also of packed sequences.
+// Batch index and first row of a tile's O and LSE. The parts of split keys are stored as batches of their own, one
+// after another, also where sequences are packed.
 struct OutputPlace {
   int32_t batch, row;
 };
-// The type that K and V lie in memory as.
+// Data type in which K and V lie in memory.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE constexpr DType stored_type() {
   if constexpr (requires { tile.stored; }) return tile.stored;
   else return spec.dtype_qk;
 }
 
-// Whether a part's rows that are to be computed again are left to the launch that folds its parts, which does so over
-// all keys: that is what a kernel has to do that walks all of them.
+// Whether a tile of split keys leaves a row that must be recomputed to the launch that merges the parts. That launch
+// recomputes it over all keys; a kernel that walks all keys of its rows recomputes the row itself.
 template <auto tile, class Keys>
 FMHA_DEVICE consteval bool leaves_rows_to_fold() {
   return split_keys<tile>() > 0 && fixed_parts<tile>() && !are_of_token<Keys>();
@@ -29,7 +30,7 @@ FMHA_DEVICE consteval bool leaves_rows_to_fold() {
 template <auto tile>
 FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) return {work.storage_batch, work.q_row};
-  // A part of a share only has the rows of its tile's heads; the first head is at 0.
+  // A part of an equal share stores only the rows of its tile's heads, and the first of these heads is at index 0.
   else if constexpr (in_shares<tile>()) return {work.part, -work.i_head * p.seqlen_q};
   else return {work.part * p.batch + work.i_batch, 0};
 }
@@ -50,8 +51,8 @@ FMHA_DEVICE TileRow tile_row(const FwdParams& p, const Work& work, int32_t packe
   return {i, stored, {place.batch, place.row + query_of_sequence(keys, i), i_head}};
 }
 
-// Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask
-// hides has come through, or the sum has left f32. Each is computed again by the whole warp.
+// Finds rows of this warp, one a lane, that contain a NaN or an infinity although their log-sum-exp is finite: a hidden
+// value of V has come through, or the sum has overflowed f32. The whole warp recomputes each.
 template <FwdSpec spec, auto tile, class Keys = EveryKey, class Elems = PlainElems>
 FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect, const Keys& seen = {},
                                 const Elems& elems = {}) {

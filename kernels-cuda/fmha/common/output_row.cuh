@@ -1,4 +1,5 @@
-// The end of a row (finish.h) on the special-function unit, and whether the row must be recomputed.
+// Computes a row's final factor and LSE (finish.h) on the special-function unit, and decides whether the row must be
+// recomputed.
 #pragma once
 #include <fmha/common/quads.cuh>
 #include <fmha/finish.h>
@@ -19,7 +20,8 @@ struct RowUnit {
   FMHA_DEVICE static float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 };
 
-// A row whose scores had `row_max` subtracted, and whose sum is `row_sum`. Maxima compare in log2 up to kLargestShift.
+// Ends a row: `row_max` was subtracted from its scores, and `row_sum` is the sum of their exponentials. Maxima are
+// compared in log2, up to kLargestShift.
 template <FwdSpec spec>
 FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) {
   if constexpr (!spec.sink) {
@@ -32,13 +34,14 @@ FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowMax row_max, float row_s
   }
 }
 
-// A row's result, and the LSE of its keys alone, which differs from LSE if lists of keys leave out the sink.
+// A row's factor and LSE, and the LSE of its keys alone. The two LSEs differ if a call over lists of keys leaves the
+// sink out of LSE.
 struct RowEnd {
   RowResult row;
   float lse_of_keys;
 };
 
-// The end of a row over listed keys.
+// Ends a row of a kernel that walks lists of keys.
 template <FwdSpec spec, class Keys>
 FMHA_DEVICE RowEnd finish_row_of(const FwdParams& p, const Keys& keys, RowMax row_max, float row_sum, int32_t i_head) {
   if constexpr (requires { Keys::of_token; }) {
@@ -49,31 +52,31 @@ FMHA_DEVICE RowEnd finish_row_of(const FwdParams& p, const Keys& keys, RowMax ro
   }
 }
 
-// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the
-// sum of weights times V may leave it.
+// Whether a row of O may come out as NaN or infinity although the exact O is finite: under a mask, which may hide a
+// NaN, and where V has f32's range, so that the sum of weights times V may overflow.
 FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
   return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
 }
 
-// The end of a row of an accumulator's lane, over all of the row's keys or a part of them.
+// The end of one row of a lane's accumulator, over all of the row's keys or over a part of them.
 struct PartEnd {
   RowResult result;
   bool again;  // the row is to be computed again from memory
 };
 
-// `max_log2`: what scores had subtracted, in log2, for the maximum `row_max` of products. A row whose log2 maximum and
-// natural maximum differ beyond rounding is computed again.
+// Ends row `r`. `max_log2` is what was subtracted from the scores, in log2, for the maximum `row_max` of products. The
+// row is recomputed if the two maxima differ by more than rounding.
 template <FwdSpec spec, class RowSoftmax, class Keys, int n>
 FMHA_DEVICE PartEnd end_lane_row(const FwdParams& p, const Keys& keys, float max_log2, float row_max, float row_sum,
                                  float scale_log2, int32_t i_head, const mma::Accumulator<n>& o, int r) {
   const RowEnd end = finish_row_of<spec>(p, keys, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, i_head);
   bool again = RowSoftmax::is_too_large(row_max, scale_log2);
-  // A row without visible keys (LSE -inf) is included: its O must be 0, but 0 times a hidden NaN of V is NaN.
+  // A row without visible keys (LSE -inf) is recomputed too: its O must be 0, but 0 times a hidden NaN of V is NaN.
   if constexpr (may_be_non_finite(spec)) again |= has_non_finite(o, r) && end.lse_of_keys < infinity();
   return {end.row, again};
 }
 
-// Element `at` of O. FP8 saturates, infinities too.
+// Element `at` of O in O's type. FP8 saturates, also from infinity.
 template <DType dtype>
 FMHA_DEVICE void store_o(void* data, int64_t at, float x, bool condition) {
   if constexpr (dtype == DType::F32) {

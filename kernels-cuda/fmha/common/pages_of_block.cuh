@@ -21,14 +21,13 @@ struct PagesOfBlock {
   // Called by all lanes of the warp. The table is read only for keys of the sequence: beyond them it may have no entry.
   FMHA_DEVICE static PagesOfBlock find(const FwdParams& p, int32_t i_batch, int32_t first_key, int32_t seqlen_k) {
     const int32_t j = first_key + int32_t(threadIdx.x % 32) * page_keys;
-    // Rows before a page, where TMA puts zeros.
+    // A coordinate before the first page's rows, where TMA fills zeros: for lanes whose keys do not exist.
     PagesOfBlock pages = {{0, -page_keys}};
     if (j >= 0 && j < seqlen_k) pages.first = kv_row(p, KvKind::Paged, {i_batch, i_batch, 0, 0, 0, seqlen_k}, j);
     return pages;
   }
 
-  // Starts this lane's box of a block, whose barrier already
-  // expects all bytes. `full` starts a four-dimensional box.
+  // Starts this lane's TMA copy of `page_keys` keys. The block's barrier already expects the bytes of all lanes.
   template <class Tile, class Full>
   FMHA_DEVICE void load(const Tile& to, const ptx::TensorMap& map, const Full& full, int32_t i_head_kv) const {
     const int32_t lane = threadIdx.x % 32;

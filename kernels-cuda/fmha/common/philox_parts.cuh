@@ -24,9 +24,9 @@ FMHA_DEVICE void philox_rounds(Array<uint32_t, 4> (&counters)[n], uint32_t key0,
   }
 }
 
-// The counter of keys 4 * j_quad .. 4 * j_quad + 3 and query i is (j_quad, i, batch_head, offset), each of the whole
-// that the call is a part of, `batch_head` being head_of_whole's (philox.h). Of the first three rounds' six products
-// five are of the quad or of the query alone: what they leave of a quad, for every query of its head,
+// Result of the generator's first three rounds, from four keys and a head alone. The counter of keys 4 * j_quad .. 4
+// * j_quad + 3 and query i is (j_quad, i, batch_head, offset), positions in the whole that the call is a part of
+// (head_of_whole, philox.h). Five of these rounds' six products depend on the keys or on the query alone.
 FMHA_DEVICE Array<uint32_t, 4> dropout_quad(const FwdParams& p, int32_t batch_head, int32_t j_quad) {
   const uint32_t whole_quad = j_quad + p.dropout_first_quad;
   const uint64_t a1 = uint64_t(kPhiloxM0) * whole_quad, b1 = uint64_t(kPhiloxM1) * uint32_t(batch_head);
@@ -35,7 +35,7 @@ FMHA_DEVICE Array<uint32_t, 4> dropout_quad(const FwdParams& p, int32_t batch_he
   return {{uint32_t(a1), uint32_t(b2) ^ (p.dropout_key_low + 2 * kPhiloxW0),
            uint32_t(a3 >> 32) ^ (p.dropout_key_high + 2 * kPhiloxW1), uint32_t(a3)}};
 }
-// and of a query, for every quad.
+// Result of the generator's first three rounds, from a query and a head alone, for any keys.
 FMHA_DEVICE Array<uint32_t, 2> dropout_row(const FwdParams& p, int32_t batch_head, int32_t i) {
   const uint64_t b1 = uint64_t(kPhiloxM1) * uint32_t(batch_head);
   const uint32_t query = i + p.dropout_first_query;
@@ -47,7 +47,7 @@ FMHA_DEVICE Array<uint32_t, 4> dropout_counter(const Array<uint32_t, 4>& quad, c
   const uint64_t b3 = uint64_t(kPhiloxM1) * (row[0] ^ quad[0]);
   return {{uint32_t(b3 >> 32) ^ quad[1], uint32_t(b3), row[1] ^ quad[2], quad[3]}};
 }
-// Quads to their words for a query.
+// Computes the random words of several groups of four keys for one query, from their counters after the third round.
 template <int n>
 FMHA_DEVICE void dropout_words(Array<uint32_t, 4> (&quads)[n], const FwdParams& p, const Array<uint32_t, 2>& row) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// A place in a ring of shared-memory slots.
+// Position in a ring of shared-memory slots.
 #pragma once
 #include <fmha/portable.h>
 

@@ -5,7 +5,7 @@
 
 namespace fmha {
 
-// Over the four lanes that share a row.
+// Reduces a value over the four lanes that share a row.
 template <class Op>
 FMHA_DEVICE float quad_reduce(float x, Op op) {
   x = op(x, ptx::shfl_xor(x, 1));
@@ -41,7 +41,7 @@ FMHA_DEVICE void quad_transpose(uint32_t (&w)[4]) {
   }
 }
 
-// Whether a thread's part of a row of O is not finite.
+// Whether this thread's elements of a row of O contain a NaN or an infinity.
 template <int n>
 FMHA_DEVICE bool has_non_finite(const mma::Accumulator<n>& o, int r) {
   float zero = 0.f;

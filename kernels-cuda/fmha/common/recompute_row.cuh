@@ -27,8 +27,8 @@ namespace fmha {
 // Elements of memory without scales; ScaledElems (block_scales.h) multiplies by scales.
 struct PlainElems {};
 
-// One row: query i of a head, over the keys of `among` that `keys` has too, or has at those places. K and V lie in
-// memory as `stored`: Q's type, or FP8 beside 16 bits.
+// Recomputes one row: query i of a head. `among` is the range of keys, or of places in a list, of which the row sees
+// those that `keys` shows. K and V lie in memory as `stored`: Q's type, or FP8 where Q has 16 bits.
 template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey, class Elems = PlainElems>
 struct RecomputedRow {
   static constexpr int row_bytes = row_bytes_of<Keys>();
@@ -48,9 +48,9 @@ struct RecomputedRow {
   const int32_t lane = threadIdx.x % 32;
   const int32_t i_head_kv = i_head / p.gqa_ratio;
   const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k) : p.softmax_scale;
-  // The softmax takes natural scores where they are modified; else products, which a scale cannot bring beyond f32,
-  // with its sign. A scale of 0 would turn a maximum of -inf into NaN: f32's smallest number scales every product to
-  // 0 too.
+  // The softmax takes natural scores where a modifier changes them; otherwise products with the scale's sign, since
+  // their magnitude stays within f32 whatever the scale. A scale of 0 is replaced by f32's smallest number, which takes
+  // every product to 0 and does not turn a maximum of -inf into NaN.
   const float positive_scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(scale), 1.4e-45f);
   const float scale_log2 = positive_scale * kLog2E;
   float row_max = -infinity(), row_sum = 0.f;  // of exp2((score - row_max) * scale_log2)
@@ -68,7 +68,7 @@ struct RecomputedRow {
     return keys.list.template bytes_of<row_bytes>(keys.list.place(spec.kv_layout, j));
   }
 
-  // Q[i] . K[j], the dimension dealt out to the lanes.
+  // The product of Q[i] and K[j]. The lanes divide the dimension among them.
   FMHA_DEVICE float product(int32_t j) const {
     if constexpr (scaled) return scaled_product(j);
     const int64_t q = query_offset(p, span, query_of_sequence(keys, i), i_head);
@@ -132,7 +132,7 @@ struct RecomputedRow {
       constexpr float of_p = p_scale(spec.dtype_v);
       float weight = round_to<spec.dtype_v>(prob * of_p) / of_p;
       if constexpr (spec.dropout) {
-        // An index by constants and not words[j % 4], which would put the words on the stack.
+        // Selects a word by constants: indexing words[j % 4] would put the array into local memory.
         const Array<uint32_t, 4> words = dropout_words(p, head_of_whole(p, span.i_batch, i_head), i, j / 4);
         const uint32_t even = j & 2 ? words[2] : words[0], odd = j & 2 ? words[3] : words[1];
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;

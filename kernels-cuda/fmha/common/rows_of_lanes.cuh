@@ -1,4 +1,5 @@
-// Rows of a tile of 64 that four warps copy by 16 bytes: which lane finds a row's address, and which copies it.
+// Divides the rows of a tile of 64 among four warps that copy 16 bytes at a time: which lane computes a row's address,
+// and which lanes copy the row.
 #pragma once
 #include <fmha/ptx/warp.cuh>
 #include <fmha/seq.h>
@@ -13,11 +14,12 @@ struct RowsOfLane {
   static constexpr int count = 4, apart = 16;
   Row of_lane[count];
 
-  // The row that a lane finds.
+  // The row of the tile whose address this lane computes.
   FMHA_DEVICE static int32_t found_by(int32_t warp, int32_t lane) {
     return 4 * warp + lane % 4 + lane / 4 % count * apart;
   }
-  // The lane's rows, of those that the lanes from `first` on have found.
+  // Gives each lane the addresses of the four rows that it copies, from the lanes that computed them (lane `first` and
+  // those behind it).
   FMHA_DEVICE static RowsOfLane told(Row found, int32_t lane, int32_t first = 0) {
     RowsOfLane rows;
 #pragma unroll
@@ -28,7 +30,7 @@ struct RowsOfLane {
   }
 };
 
-// Address of a tile's row of Q; null where it is not stored.
+// Address of a row of Q in a tile; null for a row that does not exist.
 template <class Work>
 FMHA_DEVICE const uint16_t* query_row_of(const FwdParams& p, const Work& work, int32_t row_in_tile) {
   const int32_t row = work.first_row + row_in_tile, i = Work::query_of(p, row);

@@ -27,7 +27,8 @@ struct Scheduler {
 
   FMHA_DEVICE int32_t static_index() const {
     const int32_t worker = blockIdx.x / tile.cluster, first = round * num_workers();
-    // Masked tiles differ in length: the CTA with the longest tile of a round has the shortest of the next.
+    // With a mask, tiles differ in length. Every second round runs backwards, so that the CTA with the longest tile of
+    // one round has the shortest of the next.
     const bool backwards = spec.mask != MaskKind::Full && (round & 1);
     return first + (backwards ? num_workers() - 1 - worker : worker);
   }
@@ -37,7 +38,7 @@ struct Scheduler {
     return num_workers() + atomicAdd(static_cast<int32_t*>(p.workspace), 1);
   }
 
-  // The first CTA of a cluster takes the tile index for both.
+  // The first CTA of a cluster takes the tile index from the counter for both CTAs.
   FMHA_DEVICE int32_t claim_together(const FwdParams& p) {
     int32_t index;
     if (cluster_rank<tile>() == 0) {
@@ -59,7 +60,7 @@ struct Scheduler {
     const int32_t index = static_index();
     ++round;
     if (first || tile.order == TileOrder::Static) return index;
-    // Workers took all tiles in the first round, so there is no counter (TileSchedule::counter_bytes).
+    // All tiles were given out in the first round, so the workspace has no counter (TileSchedule::counter_bytes).
     if (tile.order == TileOrder::Single || schedule.num_tiles <= num_workers()) return schedule.num_tiles;
     if constexpr (tile.cluster > 1) return claim_together(p);
     return claim(p);
@@ -79,11 +80,12 @@ struct Scheduler {
   }
 };
 
-// Named barrier: the load role wants the next tile. Not an mbarrier, whose waiter would poll through
-// every tile.
+// Named barrier at which the load role asks for the next tile. An mbarrier would make the scheduling warp poll for a
+// whole tile's time.
 constexpr int kWorkWanted = 7;
 
-// `keys`: which keys queries see; with lists, the tile's blocks are those in its list.
+// Finds the next tile and its key blocks, for all roles of a CTA. `keys` says which keys queries see; if it has lists,
+// the tile's blocks come from its list.
 template <FwdSpec spec, auto tile, class Shared, class Keys = EveryKey>
 FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule, Shared& smem, const Keys& keys = {}) {
   Scheduler<spec, tile, Shared> scheduler{smem};
@@ -103,7 +105,7 @@ FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule
   }
 }
 
-// Schedules a CTA's share of all tiles' blocks (shares.cuh), by a whole warp.
+// Schedules a CTA's equal share of all tiles' key blocks (shares.cuh). A whole warp runs it.
 template <FwdSpec spec, auto tile, class Shared>
 FMHA_DEVICE void schedule_shares(const FwdParams& p, const TileSchedule& schedule, Shared& smem) {
   Share<spec, tile> share{p, schedule, true};

@@ -19,7 +19,7 @@ struct Modifiers {
   static constexpr bool only_alibi = Alibi::in(spec) && alone;
   static constexpr bool fast_softcap = tile.fast_softcap && SoftCap::in(spec) && alone;
   static constexpr bool adds_wide_elements = ElementBias::in(spec) && alone && size_bytes(spec.dtype_bias) == 2;
-  // Two neighbouring 16-bit elements to a register, fetched under the product of S.
+  // Two neighbouring 16-bit elements of the bias to a register. They are loaded while the product of S runs.
   static constexpr bool prefetches = adds_wide_elements && tile.bias_stages == 0 && tile.block_n % 32 == 0;
 
   const FwdParams& p;
@@ -40,13 +40,14 @@ struct Modifiers {
     if constexpr (only_alibi || !modifies_score(spec)) return positive_scale() * kLog2E;
     return kLog2E;
   }
-  // Constant part of every score: the softcap's, where scores are capped fast.
+  // The constant part of every score, which only the LSE needs: the soft-cap's, where the fast form of the soft-cap is
+  // used.
   FMHA_DEVICE float offset_log2() const {
     if constexpr (fast_softcap) return p.softcap * kLog2E;
     return 0.f;
   }
 
-  // Offset of a row's bias; the head is the row's own where heads are packed.
+  // Offset of a row of the bias. Where a tile packs query heads, each row has its own head.
   FMHA_DEVICE int64_t bias_row(const Work& work, int32_t i, int32_t i_head) const {
     return work.i_batch * p.bias.batch + i_head * p.bias.head + int64_t(i) * p.bias.row;
   }
@@ -63,8 +64,8 @@ struct Modifiers {
   struct BiasWords {
     uint32_t of[2][prefetches ? tile.block_n / 8 : 1];  // of the thread's two rows, of each 8-column group
   };
-  // The thread's elements of a block, if they can be had 16 bytes at a time: a quad's lanes load 8-column groups in
-  // turn, 64 bytes of a row together, and then exchange columns.
+  // Loads the thread's elements of a block of the bias 16 bytes at a time, where addresses allow it: the four lanes of
+  // a row each load 8-column groups, 64 bytes of the row together, and then exchange columns.
   FMHA_DEVICE void fetch(BiasWords& words, const Work& work, int32_t row, int32_t block) const {
     if (!fetches_vectors(work, block)) return;
 #pragma unroll
@@ -101,7 +102,8 @@ struct Modifiers {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t i = query_of<tile>(p, row + 8 * r);
-      // Rows beyond the sequence have no head of their own where heads are packed; they are not stored.
+      // Rows beyond the sequence have no head of their own where heads are packed. They take the last head's number,
+      // and are not stored.
       const int32_t i_head = min(head_of(work, row + 8 * r, i), p.num_heads_q - 1);
       const float slope = scalar_of(p.alibi_slopes, work.i_batch, i_head, 0.f) / positive_scale();
       const float distance = float(i + diag - first_key);
@@ -151,7 +153,7 @@ struct Modifiers {
     s[e + 1] = fmaf(s[e + 1], factor, high);
   }
 
-  // A thread's scores of a block, in two rows.
+  // A thread's scores of a block, which lie in two rows.
   template <int n>
   struct Fragment {
     static constexpr int count = n / 2, rows = 2;

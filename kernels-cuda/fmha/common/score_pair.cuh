@@ -8,7 +8,7 @@
 
 namespace fmha {
 
-// LSE in log2, delta and the scores' origins (row_bwd.h) of a block of queries.
+// LSE in log2, delta and the scores' origins (row_bwd.h) of a block of queries, in shared memory.
 template <int columns>
 struct QueryStats {
   alignas(16) float lse_log2[columns];
@@ -16,7 +16,7 @@ struct QueryStats {
   alignas(16) float origin[columns];
 };
 
-// The exponential and the reciprocal of the special-function unit.
+// Exponential and reciprocal, computed by the special-function unit.
 struct SpecialUnit {
   FMHA_DEVICE static float exp2(float x) { return ptx::ex2_approx_ftz(x); }
   FMHA_DEVICE static float rcp(float x) { return ptx::rcp_approx_ftz(x); }
@@ -29,7 +29,7 @@ template <>
 struct TanhOf<false> {
   using type = ExactTanh;
 };
-// The modifiers of a backward kernel's scores.
+// Applies the score modifiers of a backward kernel.
 template <BwdSpec spec, auto tile>
 using BwdScore = Score<spec.fwd, typename TanhOf<tile.fast_softcap>::type>;
 
@@ -39,8 +39,8 @@ struct ScorePair {
   using Modifiers = BwdScore<spec, tile>;
 
   const BwdParams& p;
-  // Copies, not references: a reference to a member of the CTA's own struct keeps all of that struct, the sums too,
-  // in local memory.
+  // Copies of the CTA's values. A reference to a member of its struct would keep the whole struct, sums included, in
+  // local memory.
   const SeqSpan span;
   const KnownMask<kFwd.mask, kFwd.sink_columns> mask;
   const float scale_log2 = p.fwd.softmax_scale * kLog2E;
@@ -51,7 +51,7 @@ struct ScorePair {
   FMHA_DEVICE bool is_there(Pair at) const { return at.i() < span.seqlen_q && at.j() < span.seqlen_k; }
   FMHA_DEVICE bool sees(Pair at) const { return is_there(at) && mask.sees(at.i(), at.j()); }
 
-  // P of an element, and the slope of its score. `lse_log2` is that of its query.
+  // Returns P of an element and sets the slope of its score. `lse_log2` is the LSE of its query.
   FMHA_DEVICE float prob(float s, const Modifiers& modifiers, float lse_log2, Pair at, float& slope) const {
     const bool there = is_there(at);
     const Scored x = modifiers.log2(at, s, -lse_log2, [&] { return modifiers.element(at, there); }, there);

@@ -1,5 +1,5 @@
-// Which keys of its band a query sees: all of them, or fewer (tree_keys.cuh, data_keys.cuh, shown_blocks.cuh), or those
-// of a token's list (token_keys.cuh).
+// Policies that say which keys of its band a query sees: all of them; fewer (tree_keys.cuh, data_keys.cuh,
+// shown_blocks.cuh); or the keys of a token's list (token_keys.cuh).
 #pragma once
 #include <fmha/seq.h>
 
@@ -13,7 +13,8 @@ struct FetchedBits {
 };
 
 struct EveryKey {
-  // `has_classes`: a warp can classify a block for its rows (`class_of`). `has_tile_list`: a list has the blocks.
+  // `has_classes`: a warp can tell whether its rows see all, some or none of a block (`class_of`). `has_tile_list`: a
+  // list names the key blocks of a tile.
   static constexpr bool all = true, has_classes = false, has_tile_list = false;
   FMHA_DEVICE bool sees(const SeqSpan&, int32_t, int32_t, int32_t) const { return true; }
 };
@@ -32,7 +33,7 @@ FMHA_DEVICE constexpr int row_bytes_of() {
   else return 0;
 }
 
-// The sequence's query that a tile's query i is.
+// The sequence's query that query i of a tile stands for.
 template <class Keys>
 FMHA_DEVICE int32_t query_of_sequence(const Keys& keys, int32_t i) {
   if constexpr (are_of_token<Keys>()) return keys.list.i;

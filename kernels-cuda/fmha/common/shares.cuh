@@ -1,5 +1,4 @@
-// Split-KV in equal shares: of the blocks of keys that a launch's tiles see every CTA walks as many, whatever the
-// lengths.
+// Split-KV in equal shares: every CTA walks the same number of key blocks, whatever the lengths of the sequences.
 //
 // All tiles of a sequence see the same blocks, one row of them, sequence after sequence. The row is cut into equal
 // stretches, and each is walked by as many CTAs as a sequence has tiles, a tile each, at the same time: rows of
@@ -21,7 +20,7 @@
 
 namespace fmha {
 
-// The blocks of keys that each tile of a sequence counts for.
+// Number of key blocks that each tile of a sequence has.
 struct BlocksOfTile {
   int32_t first, count;
 };
@@ -46,7 +45,7 @@ FMHA_DEVICE constexpr int shares_a_cta() {
   }
 }
 
-// A CTA's loop over its shares. All lanes of all its warps behave equally.
+// A CTA's loop over its shares. All lanes of all its warps take the same steps.
 template <FwdSpec spec, auto tile>
 struct Share {
   const FwdParams& p;
@@ -60,7 +59,7 @@ struct Share {
   int32_t i_batch = -1, begin = 0;   // the sequence that it stands in, and where that begins in the row
   BlocksOfTile blocks = {0, 0};
 
-  // `leaves`: whether this warp, of the last CTA, stores for the merge how shares were dealt.
+  // `leaves`: whether this warp, one of the last CTA, stores for the merge where each sequence's blocks begin.
   FMHA_DEVICE Share(const FwdParams& p, const TileSchedule& schedule, bool leaves)
       : p(p), schedule(schedule), tiles_of_sequence(max(schedule.num_heads / max(p.batch, 1) * schedule.num_m_blocks, 1)) {
     total = sum_of_sequences();
@@ -83,7 +82,7 @@ struct Share {
 
   FMHA_DEVICE int32_t sum_of_sequences() const {
     int32_t sum = 0;
-    // Lines of up to 1024 lengths are under way before the first is waited for.
+    // Starts loads of up to 1024 lengths before the first length is used.
     if (p.seqused_k && lane * 32 < p.batch) ptx::prefetch_l1(p.seqused_k + lane * 32);
 #pragma unroll 1
     for (int32_t first = 0; first < p.batch; first += 32) sum += blocks_of(first + lane);
@@ -92,7 +91,7 @@ struct Share {
     return sum;
   }
 
-  // The sum of the lanes up to this one.
+  // Inclusive prefix sum over the lanes of a warp.
   FMHA_DEVICE int32_t scan(int32_t value) const {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {

@@ -1,7 +1,6 @@
-// Masks as data, and a mask as code, as persistent kernels of tiles ask them. A list says which blocks of keys a
-// tile of queries sees, or which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are
-// cut first, blocks that are whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row
-// at a time.
+// Masks as data, and a mask as code, for persistent tiled kernels. A list, made by tile_list.cuh, names the key blocks
+// that a tile of queries sees, or the query blocks that see a tile of keys: partly masked blocks first, fully visible
+// blocks behind them. Only in partly masked blocks are single pairs tested, some bits of a row at a time.
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/common/seen_keys.cuh>
@@ -28,11 +27,11 @@ struct BitsOf<true> {
 template <int n>
 struct RowBits {
   static_assert(n <= 256, "64 bits have 256 columns");
-  // Masks leave few registers: 32 bits where these cover all columns.
+  // Masks leave few registers, so 32 bits are used where they cover all columns.
   using Bits = typename BitsOf<(n > 128)>::type;
   static constexpr int count_bits = 8 * sizeof(Bits);
   static constexpr int bit_of(int column) { return column / 8 * 2 + column % 8; }
-  // The elements left of `column`, which counts from the thread's first.
+  // The bits of the elements left of `column`, which counts from the thread's first column.
   static FMHA_DEVICE Bits below(int32_t column) {
     const int32_t x = clamp(column, 0, n), count = x / 8 * 2 + min(x % 8, 2);
     return count < count_bits ? (Bits(1) << count) - 1 : ~Bits(0);
@@ -43,12 +42,12 @@ struct RowBits {
 template <int n>
 using BitsIn = typename RowBits<n>::Bits;
 
-// Queries of a block of n that see a thread's two keys.
+// Which queries of a block of n see each of a thread's two keys, one bit each.
 template <int n>
 struct QueriesOf {
   BitsIn<n> seen[2];
   static FMHA_DEVICE QueriesOf all() { return {{~BitsIn<n>(0), ~BitsIn<n>(0)}}; }
-  // Zeros in the elements of pairs that are hidden.
+  // Sets the elements of hidden pairs to zero.
   FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x) const {
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) {
@@ -67,7 +66,7 @@ struct ShownBlocks {
   ShownPairs<has_function> pairs;
   const TileList& list;
 
-  // Index of the row that a tile has in the lists of blocks.
+  // Number of a tile's row in the lists of blocks.
   FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t tile) const {
     return (i_batch * list.heads_of_batch + i_head / list.heads_ratio) * list.num_tiles + tile;
   }
@@ -85,20 +84,20 @@ struct ShownBlocks {
     const bool is_cut = i < num_cut;
     return {entry(row, num_cut, i) | (is_cut ? 0 : ListedBlock::kWhole)};
   }
-  // How many earlier tiles list that block, and how many tiles of its head list a block.
+  // How many earlier tiles list that block, and how many tiles of its head list it.
   FMHA_DEVICE int32_t rank(int32_t row, int32_t i) const { return steps_of(row)[2 * i + 1]; }
   FMHA_DEVICE int32_t num_listing(int32_t row, int32_t block) const {
     return steps_of(row - row % list.num_tiles + list.num_tiles - 1)[2 * int64_t(list.max_blocks) + block];
   }
-  // Two words a step. After each head's rows comes a row of counters.
+  // Steps of a row of the list, two words each. A row of counters follows each head's rows.
   FMHA_DEVICE const int32_t* steps_of(int32_t row) const {
     return list.ranks + 2 * (int64_t(row + row / list.num_tiles) * list.max_blocks);
   }
   template <class Work>
   FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }
 
-  // Replaces the band's blocks by those of the tile's list:
-  // `num_band_blocks` of them are partly masked, `part` is the list's row.
+  // Replaces the key blocks of the tile's band by those of its list: `num_band_blocks` of them are partly masked, and
+  // `part` is the list's row.
   template <FwdSpec spec, auto tile, class Work>
   FMHA_DEVICE void take(const FwdParams& p, Work& work) const {
     static_assert(tile.cluster == 1 && !tile.pack_gqa, "lists are of one head's tiles");
@@ -111,7 +110,7 @@ struct ShownBlocks {
     work.first_dirty = first_dirty_of<spec, tile>(p, work, work.last_block);
   }
 
-  // The elements of a row that intervals show; `first_key` is the thread's.
+  // Bits of a row's elements that the mask's intervals show; `first_key` is the thread's first key.
   template <int n>
   FMHA_DEVICE BitsIn<n> in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first_key) const {
     const MaskDataParams& m = pairs.masks.m;
@@ -140,13 +139,13 @@ struct ShownBlocks {
       for (int w = 0; w < n / 32; ++w) to.words[r][w] = word_of_bits(span, i_head, i, block_key / 32 + w);
     }
   }
-  // A word of a row; one beyond the sequence has the last one's number.
+  // Number of a word in a row of bits. A word beyond the sequence has the last word's number.
   FMHA_DEVICE uint32_t word_of_bits(const SeqSpan& span, int32_t i_head, int32_t row, int32_t word) const {
     const MaskDataParams& m = pairs.masks.m;
     const int32_t at = min(word, (span.seqlen_k - 1) / 32);
     return uint32_t(DataMasks::word(m.bits, span.storage_batch, i_head / m.bits_ratio, row, at));
   }
-  // The elements of a row of whole words.
+  // Bits of a row's elements, from a row that consists of whole words.
   template <int n>
   static FMHA_DEVICE BitsIn<n> of_words(const uint32_t (&words)[n / 32]) {
     BitsIn<n> seen = 0;
@@ -159,7 +158,7 @@ struct ShownBlocks {
     return seen;
   }
 
-  // Elements of a row whose bits are 1. Columns beyond the sequence use the last word.
+  // Elements of a row whose mask bits are 1. Columns beyond the sequence use the last word.
   template <int n>
   FMHA_DEVICE BitsIn<n> in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
     const MaskDataParams& m = pairs.masks.m;
@@ -174,9 +173,9 @@ struct ShownBlocks {
     return seen;
   }
 
-  // Leaves of `seen`, the bits of the thread's two rows, what block lists ask, and gives what is full. The whole
-  // warp asks. `rows` are the thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with
-  // `of_keys` rows are keys and columns queries.
+  // Applies block lists to `seen`, the bits of the thread's two rows: clears pairs of blocks that are not listed, and
+  // returns pairs of full blocks. The whole warp calls it. `rows` are the thread's, `row` is the warp's first of
+  // sixteen, `column` the fragment's first; with `of_keys` rows are keys and columns queries.
   template <int n, bool of_keys>
   FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, const int32_t (&rows)[2], int32_t row, int32_t column,
                             BitsIn<n> (&seen)[2], BitsIn<n> (&full)[2]) const {
@@ -212,8 +211,9 @@ struct ShownBlocks {
     for (int i = 0; i < 2; ++i) seen[i] &= asked[i];
   }
 
-  // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
-  // whole warp asks. Rows beyond the sequence have the last one's answer. `fetched`: what `fetch` read of the block.
+  // Writes -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence.
+  // The whole warp calls it. Rows beyond the sequence are treated as the last row. `fetched`: the words that `fetch`
+  // has loaded.
   template <int n, int columns>
   FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key,
                         const FetchedBits<columns>& fetched) const {
@@ -236,7 +236,7 @@ struct ShownBlocks {
     for (int e = 0; e < s.num_elems; ++e) {
       const int r = s.row(e), bit = RowBits<n>::bit_of(s.column(e));
       bool sees = seen[r] >> bit & 1;
-      // Evaluated for all pairs: after a branch each would wait for its own loads.
+      // The function is evaluated for every pair: behind a branch, each pair would wait for its own loads.
       if constexpr (has_function)
         sees = sees & functions.shows({row, block_key + mma::fragment_column(), 8 * r, s.column(e)});
       if (!(sees || full[r] >> bit & 1)) s[e] = -infinity();
@@ -285,7 +285,7 @@ struct ShownBlocks {
   FMHA_DEVICE Functions functions_of(const SeqSpan& span, int32_t i_head) const {
     return has_function ? Functions::of(pairs.p, span, i_head) : Functions{};
   }
-  // The 16 keys from `first` on, a multiple of 16, that intervals and bits show a row, a bit each.
+  // Bits of the 16 keys from `first` on, a multiple of 16, that intervals and bits show to a row.
   FMHA_DEVICE uint32_t warp_keys_of(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first) const {
     const MaskDataParams& m = pairs.masks.m;
     const int32_t row = span.q_row + i;

@@ -28,7 +28,7 @@ struct Softmax {
   template <int n>
   FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
-    // No branch is allowed here while products are in flight.
+    // No branch may stand here while products are in flight.
     if constexpr (sums_output_first(tile)) {
       if (__all_sync(ptx::kAllLanes, row_max[0] >= 0.f && row_max[1] >= 0.f)) return raise_nonnegative(row_max, s);
     }
@@ -43,7 +43,7 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
   }
-  // Raises maxima none of which is negative so far. Non-negative floats have the order of their bits as integers, and
+  // Raises the running maxima where none is negative. The bits of non-negative floats are ordered like integers, and
   // one instruction takes the largest of three integers.
   template <int n>
   FMHA_DEVICE void raise_nonnegative(float (&row_max)[2], const mma::Accumulator<n>& s) const {
@@ -63,7 +63,7 @@ struct Softmax {
   FMHA_DEVICE static float shift_of(float row_max, float scale_log2) {
     return p_offset_log2 == 0 ? ptx::mul_rp(row_max, scale_log2) : ptx::fma_rp(row_max, scale_log2, -float(p_offset_log2));
   }
-  // Whether a row's scores are so large that P must be computed in another way (range.h).
+  // Whether a row's scores are so large that P must be computed relative to an exact score (range.h).
   FMHA_DEVICE static bool is_too_large(float row_max, float scale_log2) {
     return fabsf(row_max) < infinity() && fabsf(row_max * scale_log2) >= kLargestShift;
   }
@@ -80,8 +80,9 @@ struct Softmax {
       const float x = fmaf(s[e], scale_log2, -shift[S::row(e)]);
       s[e] = ptx::ex2_approx_ftz(x);
       sums[S::row(e)] += s[e];
-      // A store that never happens, but that the wait for P V may not pass: without it ptxas moves all exponentials
-      // behind that wait. No sum is negative; ptxas knows so of `< 0`, and not of the bits.
+      // A store that never happens. Without it ptxas would move all exponentials behind the wait for the product P V,
+      // since nothing ties them to a place. ptxas knows that no sum is negative for a comparison `< 0`, but not for one
+      // of the bits.
       if (tile.wait_anchor > 0 && e + 1 == tile.wait_anchor)
         ptx::st_shared_b32_if(never, 0, bits_of(sums[0] + sums[1]) == 0x80000001u);
     }
@@ -131,11 +132,11 @@ struct Softmax {
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // Whether some P may be beyond a power of two. So do NaN and infinity count: they are the sums of a row whose
+  // Whether some P may exceed a power of two. NaN and infinity count as exceeding: they are the sums of a row whose
   // running maximum is still -inf.
   FMHA_DEVICE static bool exceed_power(const float (&sums)[2], int log2) { return exceed(sums, power_of_two(log2 + p_offset_log2)); }
-  // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the
-  // correction of a P beyond 2^126 would be 0.
+  // Whether P may have overflowed f32, so that rescaling cannot repair it. The limit is below f32's largest number,
+  // since the factor for a P beyond 2^126 would be 0.
   FMHA_DEVICE static bool overflows_f32(const float (&sums)[2]) { return exceed(sums, 1.2676506e30f); }  // 2^100
   FMHA_DEVICE static bool exceed(const float (&sums)[2], float limit) {
     return !(sums[0] <= limit) || !(sums[1] <= limit);
@@ -166,7 +167,7 @@ struct Softmax {
     rows[1].row_sum += sums[1];
   }
 
-  // Whether any of the warp's upper (r = 0) or lower rows has changed its maximum since.
+  // Whether any of the warp's upper (r = 0) or lower (r = 1) rows has raised its maximum since O was last rescaled.
   FMHA_DEVICE bool corrects(int r) const { return __any_sync(ptx::kAllLanes, correction[r] != 1.f); }
 };
 

@@ -6,8 +6,8 @@
 
 namespace fmha {
 
-// A thread's elements of row r of sixteen columns of O, from element `first` on: for a transposed V four neighbouring
-// dimensions; otherwise the first two and two of the next 8-column group.
+// A thread's elements of row r in sixteen columns of O, from element `first` on. With a transposed V these are four
+// neighbouring dimensions; otherwise two of the first 8-column group and two of the next.
 template <bool turned, int n>
 FMHA_DEVICE void four_of(const mma::Accumulator<n>& o, int first, int r, float factor, float (&x)[4]) {
 #pragma unroll
@@ -17,7 +17,7 @@ FMHA_DEVICE void four_of(const mma::Accumulator<n>& o, int first, int r, float f
   }
 }
 
-// A row's part, 16 bytes at a time, of 16-bit elements. `out` is where the row begins.
+// Stores a thread's 16-bit elements of a row, 16 bytes at a time. `out` is where the row begins.
 template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
@@ -45,7 +45,7 @@ FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int 
   }
 }
 
-// A row's part of FP8 elements, four or two bytes at a time.
+// Stores a thread's FP8 elements of a row, four or two bytes at a time.
 template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_bytes(uint8_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
@@ -65,7 +65,7 @@ FMHA_DEVICE void store_bytes(uint8_t* out, const mma::Accumulator<n>& o, int r, 
   }
 }
 
-// Stores a row's part element by element, for any type.
+// Stores a thread's elements of a row one by one, for any type.
 template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
@@ -81,7 +81,8 @@ FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n
   }
 }
 
-// Stores a row of a part, whose rows begin at 16 bytes and are multiples of 16 bytes, including columns beyond O's.
+// Stores a row of O of one part of the keys. Such rows begin at multiples of 16 bytes and are padded to 16 bytes; the
+// padding is stored too.
 template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_part(float* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;

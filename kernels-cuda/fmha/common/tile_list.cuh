@@ -1,4 +1,4 @@
-// The launch that makes lists of tiles: a CTA a list (tile_lister.h).
+// The launch that writes lists of blocks for masks as data: each CTA writes one list (tile_lister.h).
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/tile_lister.h>

@@ -1,5 +1,5 @@
-// Keys of a token's list, or of two caches, as kernels of tiles take them: key n of the walk is what stands in the list
-// at n, and it may be absent. The rows of a tile are query heads of one token and kv head, which share the list.
+// Keys of a token's list, or of two caches, for tiled kernels: the n-th key of the walk is entry n of the list, and it
+// may be absent. The rows of a tile are query heads of one token and kv head, which share the list.
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/seen_keys.cuh>
@@ -37,7 +37,7 @@ struct KeysOfToken {
   static constexpr int row_bytes = bytes;
   List list;
 
-  // Whether key n exists. It is also called for places at and beyond the list's end, which other tests hide.
+  // Whether key n exists. Callers also ask for places beyond the list's end, which other tests hide.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t, int32_t n) const {
     return list.key(clamp(n, 0, span.seqlen_k - 1)) >= 0;
   }

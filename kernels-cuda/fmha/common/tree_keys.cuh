@@ -1,5 +1,5 @@
-// Tree masks for speculative tokens, of which several may follow one. Each query sees all keys but the last ones of
-// its sequence, as many as there are queries; of those it sees the keys whose bits are set.
+// Tree masks for speculative tokens, where a token may have several successors. A sequence's last keys, as many as it
+// has queries, are those tokens' own: a query sees those whose bits are set, and it sees all earlier keys.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/seq.h>
@@ -11,7 +11,7 @@ struct TreeKeys {
   static constexpr bool all = false, has_classes = false;
   const TreeMask& mask;
 
-  // Reads the last bit for rows and keys beyond the sequence, which other tests hide.
+  // Reads the last existing bit for rows and keys beyond the sequence, which other tests hide.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t i, int32_t j) const {
     const int32_t bit = min(j + span.seqlen_q - span.seqlen_k, span.seqlen_q - 1);
     if (bit < 0) return true;

@@ -1,12 +1,12 @@
-// Keys of one token in two caches, for tiled kernels: those of the first, then those of the second.
+// Keys of one token in two caches, for tiled kernels: the first cache's keys come before the second's.
 #pragma once
 #include <fmha/common/token_keys.cuh>
 #include <fmha/two_caches.h>
 
 namespace fmha {
 
-// The entry of a list that has the key at a place, as it is read: nothing waits for it until it is a key. A cache
-// without a list has the position.
+// Loads the list's entry for a place without waiting for it; `key_with` turns it into a key. For a cache without a list
+// the entry is the position itself.
 FMHA_DEVICE int32_t entry_at(const TokenList& list, int32_t place) { return list.entry(place); }
 FMHA_DEVICE int32_t entry_at(const CacheKeys& keys, int32_t place) {
   return keys.list.lists.whole ? keys.positions.begin + place : keys.list.entry(place);

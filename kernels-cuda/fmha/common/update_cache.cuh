@@ -1,4 +1,4 @@
-// `fmha/update_cache.h` on warps.
+// Runs `fmha/update_cache.h`, which appends new keys to a KV cache, on warps.
 #pragma once
 #include <fmha/update_cache.h>
 

@@ -10,13 +10,13 @@
 
 namespace fmha::cache {
 
-// A CTA has `keys` keys of a sequence, for all heads; a thread converts sixteen elements at a time.
+// Each CTA copies `keys` keys of a sequence for all heads; each thread converts sixteen elements at a time.
 template <WidenSpec spec, int32_t keys, int32_t threads>
 struct Widen {
   const FwdParams& p;
   const WidenedCache& to;
 
-  // The factor of key j, which is there: its head's, or its row's.
+  // The descale of key j, which exists: its head's, or its row's.
   FMHA_DEVICE float factor_of(const HeadScalars& descale, const View& scales, const SeqSpan& span, int32_t j,
                               int32_t i_head) const {
     if constexpr (!spec.scaled) {
@@ -50,7 +50,7 @@ struct Widen {
           ptx::ld_global_v4_b32_if(bytes[k][part], static_cast<const uint8_t*>(from.data) + size * narrow + 16 * part, there);
         places[k] = const_cast<uint16_t*>(static_cast<const uint16_t*>(wide.data)) +
                     row_offset(wide, span.i_batch, int64_t(j), i_head) + 16 * word;
-        // Zeros of rows that are not there stay zeros.
+        // Zeros stay zeros where a row does not exist.
         factors[k] = there ? factor_of(descale, scales, span, j, i_head) : 1.f;
       }
 #pragma unroll
@@ -71,7 +71,7 @@ struct Widen {
     }
   }
 
-  // Rows of any length, at any place: an element of a thread at a time.
+  // Copies rows of any length and alignment, one element a thread at a time.
   FMHA_DEVICE void widen_elements(const View& from, const View& wide, const HeadScalars& descale, const View& scales,
                                   const SeqSpan& span, int32_t first, int32_t count, int32_t dim) const {
     const int32_t all = count * p.num_heads_kv * dim;
@@ -87,9 +87,9 @@ struct Widen {
     }
   }
 
-  // The first key that any block of a reader may have: a window's, and what lies before it in the reader's first
-  // block. A sequence of fewer queries than the longest's begins no earlier. Where CTAs cover all keys of the longest
-  // sequence, nothing is left out: fixed parts before a window read a block too.
+  // The first key that the kernel that reads the copy may load: the first key of the window, rounded down to that
+  // kernel's block. A sequence of fewer queries than the longest's begins no earlier. Where CTAs cover all keys of the
+  // longest sequence, nothing is left out: fixed parts before a window read a block too.
   FMHA_DEVICE int32_t first_read(int32_t seqlen_k) const {
     if (p.mask.sink_columns > 0 || to.num_blocks * keys >= p.seqlen_k) return 0;
     const MaskBand band = resolve_band(p.mask, p.seqlen_q, seqlen_k);

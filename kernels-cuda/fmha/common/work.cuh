@@ -9,8 +9,8 @@
 
 namespace fmha {
 
-// Place of this CTA in its cluster, whose CTAs have neighbouring query blocks of one head, or the same query block of
-// neighbouring heads (`cluster_heads`).
+// Rank of this CTA in its cluster. The CTAs of a cluster have neighbouring query blocks of one head, or the same query
+// block of neighbouring heads (`cluster_heads`).
 template <auto tile>
 FMHA_DEVICE int32_t cluster_rank() { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
@@ -20,7 +20,7 @@ FMHA_DEVICE int32_t query_of(const FwdParams& p, int32_t row) {
   return tile.pack_gqa ? row / p.gqa_ratio : row;
 }
 
-// Whether a tile has whole groups of heads, which do not fill its rows: the rows that are left over are padding.
+// Whether packed heads leave rows of a tile unused: a tile has whole groups of heads, and its other rows are padding.
 template <auto tile>
 FMHA_DEVICE constexpr bool whole_groups() {
   if constexpr (requires { tile.whole_groups; }) {
@@ -32,13 +32,13 @@ FMHA_DEVICE constexpr bool whole_groups() {
   }
 }
 
-// Rows of a tile that are rows of the sequence.
+// Number of a tile's rows that exist in the sequence.
 template <auto tile>
 FMHA_DEVICE int32_t rows_of_tile(const FwdParams& p) {
   return whole_groups<tile>() ? tile.block_m / p.gqa_ratio * p.gqa_ratio : tile.block_m;
 }
 
-// Next work of one CTA, resolved by the schedule role for all.
+// The next tile of one CTA. The schedule role computes it once for all roles.
 struct Work {
   int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
   int32_t i_batch, i_head, i_head_kv;
@@ -86,7 +86,7 @@ FMHA_DEVICE constexpr bool in_shares() {
   }
 }
 
-// Parts of the longest sequence's keys.
+// Number of parts into which the longest sequence's keys are split.
 template <auto tile>
 FMHA_DEVICE int32_t most_parts(const FwdParams& p) { return max(ceil_div(p.seqlen_k, split_keys<tile>()), 1); }
 
@@ -107,7 +107,7 @@ FMHA_DEVICE Range keys_of_part(const FwdParams& p, int32_t part, int32_t seqlen_
   return {min(part * keys, seqlen_k), min((part + 1) * keys, seqlen_k)};
 }
 
-// Keys of a tile's work: those of its part, which are all keys that it reads.
+// Range of keys that a tile processes: those of its part, and it reads no others.
 template <auto tile>
 FMHA_DEVICE Range keys_of_work(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) {
@@ -138,7 +138,7 @@ FMHA_DEVICE int32_t end_of_seen_keys(const MaskBand& band, int32_t seqlen_q, int
   return min(seqlen_k, seqlen_q + band.hi);
 }
 
-// Whether a block can be hidden from one CTA of a cluster and not from the other.
+// Whether a mask can hide a block from one CTA of a cluster and show it to the other.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE constexpr bool can_hide_blocks() {
   return tile.cluster > 1 && !tile.cluster_heads && spec.mask != MaskKind::Full && !spec.sink_columns;
@@ -153,13 +153,14 @@ FMHA_DEVICE int32_t first_dirty_of(const FwdParams& p, const Work& work, int32_t
   return zeros_follow || work.last_block < 0 ? tile.block_n : clamp(live_end - block * tile.block_n, 0, tile.block_n);
 }
 
-// A tile's place: its sequence, of the sequence's heads (kv heads where they are packed, pairs in a cluster of two)
-// which one, and its block of rows.
+// Coordinates of a tile: its sequence, its head (the kv head where heads are packed, the pair of heads in a cluster of
+// two), and its block of rows.
 struct TileAt {
   int32_t i_batch, head, m_block;
 };
 
-// Work of the tile on `own` of the keys that its rows see: a part of the sequence's keys, or all of them.
+// Computes the work of a tile. `own` is the range of keys that it processes: a part of the sequence's keys, or all of
+// them.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range& own) {
   Work work;
@@ -176,7 +177,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   work.k_row = span.k_row;
   work.seqlen_q = span.seqlen_q;
   work.seqlen_k = span.seqlen_k;
-  // The CTAs of a cluster process equal key blocks: those that any of their rows sees.
+  // The CTAs of a cluster walk the same key blocks: those that any row of the cluster sees.
   const int32_t cluster_rows = rows_of_tile<tile>(p) * (tile.cluster_heads ? 1 : tile.cluster);
   const int32_t cluster_row = at.m_block * cluster_rows;
   work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank<tile>() * tile.block_m);
@@ -190,8 +191,8 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   Range keys = k_range(band, queries, span.seqlen_k);
   if constexpr (split_keys<tile>() > 0) {
     static_assert(!spec.sink_columns && split_keys<tile>() % tile.block_n == 0, "a part is whole blocks of the band's");
-    // The merge knows how many parts of its sequence a row sees, and reads no others: one without keys has the first.
-    // Of shares it reads all parts of a tile.
+    // A part without visible keys writes nothing, since the merge computes which parts a row sees and reads no others.
+    // A row that sees no key has the first part. With equal shares the merge reads all parts of a tile.
     if (!in_shares<tile>() && own.begin > 0 && own.begin >= keys.end) return work;
     keys = {max(keys.begin, own.begin), min(keys.end, own.end)};
   }
@@ -202,7 +203,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   work.sink_columns = band.sink_columns;
   work.last_block = ceil_div(keys.end, tile.block_n) - 1;
   work.num_band_blocks = keys.empty() ? 0 : work.last_block + 1 - first_block;
-  // Blocks inside the band show their sink columns already.
+  // Blocks inside the band show their sink columns anyway, so the separate sink blocks end before the band.
   work.last_sink_block = ceil_div(sinks.end, tile.block_n) - 1;
   if (work.num_band_blocks > 0) work.last_sink_block = min(work.last_sink_block, first_block - 1);
   work.num_blocks = work.num_band_blocks + work.last_sink_block + 1;

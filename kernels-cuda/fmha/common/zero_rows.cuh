@@ -1,4 +1,4 @@
-// Zeros in a shared-memory tile, beyond the keys that a sequence has.
+// Writes zeros to a shared-memory tile behind the last key of a sequence.
 #pragma once
 #include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>

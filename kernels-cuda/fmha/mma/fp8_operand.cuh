@@ -2,10 +2,10 @@
 //
 // A thread's accumulator of 32 keys holds keys 8 g + 2 q and 8 g + 2 q + 1 of each 8-column group g, where q is the
 // thread's lane in the quad. An A operand of 8-bit elements needs keys 16 h + 4 q to 16 h + 4 q + 3 of each half h. A
-// thread packs its own four keys of a half as they are, so places 16 h + 4 q .. + 3 hold the keys 16 h + {2 q, 2 q +
-// 1, 8 + 2 q, 9 + 2 q}. Either B has its keys in that order too (`KeyOrder::OfAccumulator`: a V that the kernel
-// transposes itself), which costs nothing; or the quad's lanes exchange them (`KeyOrder::OfMemory`: a column-major V,
-// as TMA brings it), one shuffle per register.
+// thread packs its own four keys of a half as they are, so places 16 h + 4 q .. + 3 hold the keys 16 h + {2 q, 2 q + 1,
+// 8 + 2 q, 9 + 2 q}. The product is right if B has its keys in that order too (`KeyOrder::OfAccumulator`: a V that the
+// kernel transposes itself), which costs nothing, or if the quad's lanes exchange keys first (`KeyOrder::OfMemory`: a
+// column-major V, as TMA brings it), one shuffle per register.
 #pragma once
 #include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/collective.cuh>
@@ -15,13 +15,13 @@ namespace fmha::mma {
 
 enum class KeyOrder { OfMemory, OfAccumulator };
 
-// Key of 16 in place `at` of an operand in the accumulator's order.
+// The key, of sixteen, that stands at place `at` of an operand in the accumulator's order.
 FMHA_DEVICE constexpr int key_at(int at) { return 8 * (at / 2 % 2) + at / 4 * 2 + at % 2; }
 
-// Two registers of four keys, of two rows, from the accumulator's order to memory's. Lane q is to have the keys 4 q
-// .. 4 q + 3 of sixteen: of 8-column group q / 2 the pairs of lanes 2 (q % 2) and the next. Each lane sends either
-// group's pair of both rows once: even lanes first the lower group's, odd lanes first the upper one's, so that nobody
-// wants both at once.
+// Two registers of four keys, of two rows, from the accumulator's order to memory's. Lane q is to have the keys 4 q ..
+// 4 q + 3 of sixteen: of 8-column group q / 2 the pairs of lanes 2 (q % 2) and the next. Each lane sends either group's
+// pair of both rows once: even lanes first the lower group's, odd lanes first the upper one's, so that no lane receives
+// both at once.
 FMHA_DEVICE void exchange_keys(uint32_t& upper_row, uint32_t& lower_row) {
   const uint32_t q = threadIdx.x % 4, first_lane = threadIdx.x % 32 - q;
   const uint32_t low_group = ptx::prmt(upper_row, lower_row, 0x5410), high_group = ptx::prmt(upper_row, lower_row, 0x7632);
@@ -33,8 +33,8 @@ FMHA_DEVICE void exchange_keys(uint32_t& upper_row, uint32_t& lower_row) {
   lower_row = ptx::prmt(a, b, high ? 0x3276 : 0x7632);
 }
 
-// A from an accumulator, rounded to `dtype`; columns that it lacks become `zero` (mma/sm90.cuh says why that is no
-// constant).
+// An A operand from an accumulator, rounded to `dtype`. Columns that the accumulator lacks become `zero`, which is no
+// compile-time constant (mma/sm90.cuh says why).
 template <DType dtype, KeyOrder order, int depth, int n>
 FMHA_DEVICE void pack_operand(RegisterTile<uint8_t, depth>& a, const Accumulator<n>& x, uint32_t zero) {
   static_assert(n <= depth && n % 16 == 0, "whole registers, and no more than the operand has");

@@ -7,7 +7,7 @@
 
 namespace fmha::mma {
 
-// Depth of one instruction: 32 bytes of either operand.
+// Inner dimension of one matrix instruction, in elements: 32 bytes of either operand.
 template <class Elem>
 constexpr int kDepth = 32 / int(sizeof(Elem));
 
@@ -17,9 +17,9 @@ struct Accumulator {
   static constexpr int columns = n, num_elems = n / 2;
   float elems[num_elems];
 
-  // Row 0 or 1 of the thread's two.
+  // Which of the thread's two rows element e lies in, 0 or 1.
   static constexpr int row(int e) { return e >> 1 & 1; }
-  // Column, less what depends on the lane.
+  // Column of element e, counted from the thread's first column.
   static constexpr int column(int e) { return 8 * (e / 4) + (e & 1); }
 
   FMHA_DEVICE float& operator[](int e) { return elems[e]; }
@@ -28,7 +28,7 @@ struct Accumulator {
 #pragma unroll
     for (int e = 0; e < num_elems; ++e) elems[e] = 0.f;
   }
-  // -inf where the upper or the lower row does not see a column.
+  // Writes -inf to an element whose row does not see its column.
   template <class Columns>
   FMHA_DEVICE void hide(const Columns& upper, const Columns& lower) {
 #pragma unroll
@@ -38,10 +38,10 @@ struct Accumulator {
   }
 };
 
-// The first column of the thread's fragments.
+// The thread's first column in a fragment.
 FMHA_DEVICE int32_t fragment_column() { return threadIdx.x % 4 * 2; }
 
-// A with `depth` columns. Of 16-bit elements: an accumulator's own layout, packed.
+// An A operand with `depth` columns. With 16-bit elements it has the accumulator's layout, packed.
 template <class Elem, int depth>
 struct RegisterTile {
   uint32_t elems[depth / kDepth<Elem>][4];

@@ -40,16 +40,16 @@ struct Instruction {
   }
 };
 
-// Instruction descriptor of the same product of FP8 elements with a power of two for each 32 of a row: which byte of a
-// word in tensor memory has A's, and B's.
+// Instruction descriptor of a product of FP8 elements with scales: each 32 elements of a row share a power of two.
+// `byte` is the byte of the word in tensor memory that has the scales of A and of B.
 FMHA_DEVICE constexpr uint32_t block_scaled(const Instruction& x, int byte) {
   constexpr uint32_t e8m0 = 1 << 23, type_of_sums = 3 << 4, m = 31 << 24;
   const uint32_t bytes = uint32_t(byte) << 4 | uint32_t(byte) << 29;
   return (x.bits() & ~(type_of_sums | m)) | bytes | e8m0 | uint32_t(x.m / 128) << 27;
 }
 
-// Instruction descriptor of the same product of pairs of E2M1 elements, 16 of which share an E4M3 scale. A step takes
-// all four bytes of a word.
+// Instruction descriptor of a product of E2M1 elements, packed in pairs; each 16 elements share an E4M3 scale. One step
+// takes all four bytes of a word of scales.
 FMHA_DEVICE constexpr uint32_t pairs_scaled(const Instruction& x) {
   constexpr uint32_t type_of_sums = 3 << 4, types = 7 << 7 | 7 << 10, m = 31 << 24, e2m1 = 1 << 7 | 1 << 10;
   return (x.bits() & ~(type_of_sums | types | m)) | e2m1 | uint32_t(x.m / 128) << 27;
@@ -75,7 +75,8 @@ struct Descriptor {
   FMHA_DEVICE uint64_t bits() const { return uint64_t(high) << 32 | low; }
 };
 
-// `leading_bytes`: from chunk to chunk, for a tile read across its rows; ignored for one read along them.
+// `leading_bytes` is the distance between chunks of a tile that is read across its rows; it is ignored for one read
+// along them.
 template <class Tile>
 FMHA_DEVICE Descriptor descriptor(const Tile& tile, uint32_t leading_bytes) {
   constexpr uint32_t swizzle = Tile::span_bytes == 128 ? 2 : Tile::span_bytes == 64 ? 4 : 6;
@@ -102,7 +103,8 @@ struct Operand {
   }
 };
 
-// d (+)= A B over an inner dimension of `k` elements, both in shared memory. By one thread; starts, does not wait.
+// Starts d (+)= A B over an inner dimension of `k` elements, and does not wait. Both operands are in shared memory. One
+// thread calls it.
 template <Instruction instruction, int k, class TileA, class TileB>
 FMHA_DEVICE void start_product(uint32_t d, const TileA& a, const TileB& b, bool accumulate) {
   const Operand<instruction.dtype, instruction.a_across_rows, TileA> a_steps(a);
@@ -114,15 +116,15 @@ FMHA_DEVICE void start_product(uint32_t d, const TileA& a, const TileB& b, bool 
   }
 }
 
-// d = A B^T, both along their rows. By one thread; starts, does not wait.
+// Starts d = A B^T of two tiles read along their rows, and does not wait. One thread calls it.
 template <Instruction instruction, class TileA, class TileB>
 FMHA_DEVICE void start_product_abt(uint32_t d, const TileA& a, const TileB& b) {
   static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
   start_product<instruction, TileA::dim>(d, a, b, false);
 }
 
-// d (+)= A B: A in tensor memory from column `a` on, of which the steps [first, end) are taken; B's tile is [k, n] or,
-// where its instruction says so, [n, k]. By one thread; starts, does not wait.
+// Starts d (+)= A B over the steps [first, end) of the inner dimension, and does not wait. A is in tensor memory from
+// column `a` on; B's tile is [k, n] or, where its instruction says so, [n, k]. One thread calls it.
 template <Instruction instruction, int first, int end, class TileB>
 FMHA_DEVICE void start_product_tmem(uint32_t d, uint32_t a, const TileB& b, bool accumulate) {
   const Operand<instruction.dtype, instruction.b_across_rows, TileB> b_steps(b);
@@ -133,15 +135,15 @@ FMHA_DEVICE void start_product_tmem(uint32_t d, uint32_t a, const TileB& b, bool
   }
 }
 
-// Copies a tile of scales to four columns of tensor memory. By one thread; starts, does not wait. Products that the
-// thread starts later see them.
+// Starts a copy of a tile of scales to four columns of tensor memory, and does not wait. Products that the thread
+// starts later see the scales. One thread calls it.
 FMHA_DEVICE void start_copy(uint32_t to, const ScaleTile& tile) {
   constexpr uint32_t eight_lines = 8 * 16, version = 1 << 14;
   ptx::tcgen05_cp_32x128b_warpx4(to, Descriptor{tile.line(0) >> 4, eight_lines >> 4 | version}.bits());
 }
 
-// d = A B^T, both along their rows, 32 elements of which have a scale. The scales' words lie `kScaleColumns` apart.
-// By one thread; starts, does not wait.
+// Starts d = A B^T of two tiles read along their rows, and does not wait. Each 32 elements share a scale; the words of
+// scales lie `kScaleColumns` apart. One thread calls it.
 template <Instruction instruction, class TileA, class TileB>
 FMHA_DEVICE void start_scaled_product_abt(uint32_t d, const TileA& a, const TileB& b, uint32_t scales_a,
                                           uint32_t scales_b) {
@@ -156,8 +158,8 @@ FMHA_DEVICE void start_scaled_product_abt(uint32_t d, const TileA& a, const Tile
   }
 }
 
-// d (+)= A B: A in tensor memory from column `a` on, of which the steps [first, end) are taken. Each step has a byte of
-// the scales' words. By one thread; starts, does not wait.
+// Starts d (+)= A B over the steps [first, end) of the inner dimension, and does not wait. A is in tensor memory from
+// column `a` on. Each step uses one byte of the words of scales. One thread calls it.
 template <Instruction instruction, int first, int end, class TileB>
 FMHA_DEVICE void start_scaled_product_tmem(uint32_t d, uint32_t a, const TileB& b, uint32_t scales_a, uint32_t scales_b,
                                            bool accumulate) {
@@ -170,8 +172,8 @@ FMHA_DEVICE void start_scaled_product_tmem(uint32_t d, uint32_t a, const TileB& 
   }
 }
 
-// d = A B^T of pairs of E2M1, both along their rows: each step of 64 elements has a word of scales, which lie
-// `kScaleColumns` apart. By one thread; starts, does not wait.
+// Starts d = A B^T of E2M1 elements, packed in pairs, and does not wait. Both tiles are read along their rows. Each
+// step of 64 elements uses one word of scales; these lie `kScaleColumns` apart. One thread calls it.
 template <Instruction instruction, class TileA, class TileB>
 FMHA_DEVICE void start_pairs_product_abt(uint32_t d, const TileA& a, const TileB& b, uint32_t scales_a,
                                          uint32_t scales_b) {
@@ -185,8 +187,9 @@ FMHA_DEVICE void start_pairs_product_abt(uint32_t d, const TileA& a, const TileB
   }
 }
 
-// d (+)= A B of pairs of E2M1: A in tensor memory from column `a` on, of which the steps [first, end) are taken; B's
-// tile is [n, k], and its words of scales lie `columns_of_word` apart. By one thread; starts, does not wait.
+// Starts d (+)= A B of E2M1 elements, packed in pairs, over the steps [first, end) of the inner dimension, and does not
+// wait. A is in tensor memory from column `a` on; B's tile is [n, k], and its words of scales lie `columns_of_word`
+// apart. One thread calls it.
 template <Instruction instruction, int first, int end, int columns_of_word, class TileB>
 FMHA_DEVICE void start_pairs_product_tmem(uint32_t d, uint32_t a, const TileB& b, uint32_t scales_a, uint32_t scales_b,
                                           bool accumulate) {

@@ -36,30 +36,31 @@ FMHA_DEVICE LanePlace depth_first() {
   return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
 }
 
-// A lane's place in a tile as an address, from which others are one XOR and one addition of constants away: the swizzle
-// is linear, and whole eights of rows do not change it.
+// Address of a lane's row in a tile. The addresses of other rows and columns follow by one XOR and one addition of
+// constants: the swizzle is linear, and whole eights of rows do not change it.
 template <class Tile>
 struct LaneAddress {
   uint32_t base, within;
 
   FMHA_DEVICE LaneAddress(const Tile& tile, LanePlace place)
       : base(tile.address()), within(word_offset<Tile>(place.row, place.word * (16 / Tile::elem_bytes))) {}
-  // `rows` whole eights, `columns` whole 32 bytes, or 16 where the lane's place is in the first word.
+  // Address `rows` rows (whole eights) and `columns` columns further (whole 32 bytes, or 16 where the lane's place is
+  // in the first word).
   FMHA_DEVICE uint32_t plus(int rows, int columns) const {
     constexpr int span = Tile::span;
     return base + (within ^ uint32_t(columns % span * Tile::elem_bytes)) + rows * Tile::span_bytes + columns / span * Tile::chunk_bytes;
   }
 };
 
-// Fragments of B that are read ahead of their products,
-// besides the present one: ldmatrix takes some 30 clocks.
+// How many fragments of B are read before their products are issued, besides the present one: ldmatrix takes some 30
+// clocks.
 template <int ahead>
 struct FragmentRing {
   uint32_t words[ahead + 1][4];
   FMHA_DEVICE uint32_t (&operator[](int i))[4] { return words[i % (ahead + 1)]; }
 };
 
-// D of 16 rows and 8 columns, of operands of 32 bytes along the depth.
+// Accumulators of 16 rows and 8 columns, from operands of 32 bytes along the inner dimension.
 template <DType dtype>
 FMHA_DEVICE void multiply(float* d, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (dtype == DType::F16 || dtype == DType::Bf16) {
@@ -69,7 +70,7 @@ FMHA_DEVICE void multiply(float* d, const uint32_t (&a)[4], const uint32_t (&b)[
   }
 }
 
-// Two 8-column groups of D, of every 16 rows of A.
+// Computes two 8-column groups of D for all of A's rows, 16 at a time.
 template <DType dtype, int m_tiles, int n>
 FMHA_DEVICE void multiply(Accumulator<n> (&d)[m_tiles], const uint32_t (&a)[m_tiles][4], const uint32_t (&b)[4], int group) {
   const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
@@ -80,7 +81,7 @@ FMHA_DEVICE void multiply(Accumulator<n> (&d)[m_tiles], const uint32_t (&a)[m_ti
   }
 }
 
-// d = A B^T: A's rows from `a_row` on, 16 to an accumulator, against B's rows, both along their dim.
+// Computes d = A B^T: A's rows from `a_row` on, 16 to an accumulator, against B's rows, both read along their dim.
 template <DType dtype, int ahead, int m_tiles, int n, class TileA, class TileB>
 FMHA_DEVICE void product_abt(Accumulator<n> (&d)[m_tiles], const TileA& a, int32_t a_row, const TileB& b) {
   static_assert(TileA::dim == TileB::dim && TileB::rows == n, "A and B share their inner dimension, B's rows are D's columns");

@@ -23,11 +23,11 @@ using mma::Storage;
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kRows = 64;        // of one product
 
-// The first row of the thread's two, of the warpgroup's 64.
+// The first of the thread's two rows in the warpgroup's 64.
 FMHA_DEVICE int32_t fragment_row() { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4; }
 
-// d = sign * A B^T: A's rows [row, row + 64) and as many of B's rows from `b_row` on as D has columns, both along their
-// dim, of which the first `dim` elements if that is not 0. Starts, does not wait.
+// Starts d = sign * A B^T, and does not wait: A's rows [row, row + 64), and as many of B's rows from `b_row` on as D
+// has columns. Both are read along their dim; only the first `dim` elements count if `dim` is not 0.
 template <DType dtype, int sign, int dim = 0, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b, int b_row = 0) {
   static_assert(TileA::dim == TileB::dim && D::columns <= TileB::rows, "A and B share their inner dimension");

@@ -7,7 +7,7 @@
 
 namespace fmha::mma {
 
-// Elements of tiles, by their size alone; the product names their format.
+// Storage type of a tile's elements. It depends on their size alone; the product's instruction names their format.
 template <DType dtype>
 struct StorageOf {
   using Type = uint16_t;
@@ -44,8 +44,8 @@ struct alignas(1024) SmemTile {
   Elem elems[num_chunks][rows][span];
 
   FMHA_DEVICE uint32_t address() const { return ptx::shared_address(this); }
-  // Address as descriptors have it: in a cluster an address of the CTA's own carries its rank from bit 24 up (seen on
-  // an H200), which would get into the descriptor's next field.
+  // Address for matrix descriptors. In a cluster an address of the CTA's own shared memory carries its rank from bit 24
+  // up (seen on an H200), which would get into the descriptor's next field.
   FMHA_DEVICE uint32_t offset() const { return clustered ? address() & 0x3ffff : address(); }
 };
 

@@ -20,8 +20,7 @@ FMHA_DEVICE void bar_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(num_threads) : "memory");
 }
 
-// needs: sm_70. Waits as bar_sync does; whether `value` is true of all threads.
-// PTX ISA: bar.red.
+// needs: sm_70. Waits as bar_sync does, and returns whether `value` is true in all threads. PTX ISA: bar.red.
 template <int num_threads>
 FMHA_DEVICE bool bar_red_and(int id, bool value) {
   uint32_t all;

@@ -6,17 +6,15 @@
 
 namespace fmha::ptx {
 
-// needs: sm_90. No instruction: the compiler takes `address` for made here, and so keeps nothing that it derives from
-// it across loops. In a cluster an address of shared memory is no constant.
-// PTX ISA: mapa.
+// needs: sm_90. Emits no instruction. It makes the compiler treat `address` as a new value, so that nothing derived
+// from it is kept in registers across loops. In a cluster an address of shared memory is no constant. PTX ISA: mapa.
 FMHA_DEVICE uint32_t made_here(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
 
-// needs: sm_90. Waits for every thread of the cluster that has not exited. Not the aligned form: lanes of
-// the load role come one by one.
-// PTX ISA: barrier.cluster.
+// needs: sm_90. Waits for every thread of the cluster that has not exited. The aligned form is not used, since lanes of
+// the load role arrive one by one. PTX ISA: barrier.cluster.
 FMHA_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
@@ -28,9 +26,8 @@ FMHA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "
 // PTX ISA: barrier.cluster.
 FMHA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-// needs: sm_90. Arrives at the same barrier of CTA `rank` of the cluster. No semantics are named:
-// `.release.cluster` makes ptxas flush to the whole GPU.
-// PTX ISA: mapa, mbarrier.arrive.
+// needs: sm_90. Arrives at the same barrier of CTA `rank` of the cluster. No memory order is named, since
+// `.release.cluster` makes ptxas emit a flush for the whole GPU. PTX ISA: mapa, mbarrier.arrive.
 FMHA_DEVICE void mbarrier_arrive_at_if(Barrier& barrier, uint32_t rank, bool condition) {
   asm volatile(
       "{ .reg .pred p; .reg .b32 remote; setp.ne.b32 p, %2, 0;\n"
@@ -60,9 +57,8 @@ FMHA_DEVICE void mbarrier_arrive_expect_tx_at(uint32_t barrier, uint32_t bytes) 
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// needs: sm_90. Arrives at the same barrier of CTA `rank`; what this thread has written before is seen there by
-// who waits with mbarrier_wait_parity_cluster.
-// PTX ISA: mapa, mbarrier.arrive.
+// needs: sm_90. Arrives at the same barrier of CTA `rank`; a thread of that CTA that waits with
+// mbarrier_wait_parity_cluster sees what this thread has written before. PTX ISA: mapa, mbarrier.arrive.
 FMHA_DEVICE void mbarrier_arrive_release_at(Barrier& barrier, uint32_t rank) {
   asm volatile(
       "{ .reg .b32 remote;\n"
@@ -96,7 +92,7 @@ FMHA_DEVICE void st_shared_at(int32_t& variable, uint32_t rank, int32_t value) {
       : "memory");
 }
 
-// needs: sm_90. Address, in CTA `rank`, of what lies at this shared address in each CTA of the cluster.
+// needs: sm_90. Maps an address of this CTA's shared memory to the address of the corresponding bytes in CTA `rank`.
 // PTX ISA: mapa.
 FMHA_DEVICE uint32_t shared_address_at(uint32_t address, uint32_t rank) {
   uint32_t there;
@@ -115,8 +111,8 @@ FMHA_DEVICE void st_shared_cluster_b32(uint32_t address, uint32_t value) {
   asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// needs: sm_90. Likewise 16 bytes; `address` is a multiple of 16.
-// PTX ISA: st.
+// needs: sm_90. Stores 16 bytes to shared memory of any CTA of the cluster; `address`, in the cluster's window, is a
+// multiple of 16. PTX ISA: st.
 FMHA_DEVICE void st_shared_cluster_v4_f32(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

@@ -10,7 +10,7 @@
 
 namespace fmha::ptx {
 
-// needs: sm_70. The value of one lane, in all. PTX ISA: shfl.sync.idx.
+// needs: sm_70. Returns the value of one lane to all lanes. PTX ISA: shfl.sync.idx.
 template <class T>
 FMHA_DEVICE T shfl_idx(T value, int32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
@@ -19,13 +19,13 @@ FMHA_DEVICE T shfl_idx(T value, int32_t lane) {
 // needs: sm_70. Bit l is lane l's predicate. PTX ISA: vote.sync.ballot.
 FMHA_DEVICE uint32_t vote_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 
-// needs: sm_80. The smallest of all lanes' values, in all. PTX ISA: redux.sync.min.
+// needs: sm_80. Returns the smallest of all lanes' values to all lanes. PTX ISA: redux.sync.min.
 FMHA_DEVICE uint32_t redux_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }
 
-// needs: sm_80. The greatest of all lanes' values, in all. PTX ISA: redux.sync.max.
+// needs: sm_80. Returns the greatest of all lanes' values to all lanes. PTX ISA: redux.sync.max.
 FMHA_DEVICE uint32_t redux_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
 
-// needs: sm_80. The sum of all lanes' values, in all. PTX ISA: redux.sync.add.
+// needs: sm_80. Returns the sum of all lanes' values to all lanes. PTX ISA: redux.sync.add.
 FMHA_DEVICE uint32_t redux_add(uint32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 
 // needs: sm_80. Bits that any lane's value has, in all. PTX ISA: redux.sync.or.

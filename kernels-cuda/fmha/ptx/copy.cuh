@@ -6,9 +6,8 @@
 
 namespace fmha::ptx {
 
-// needs: sm_80. Copies `bytes` (4, 8 or 16) between addresses that are multiples of them; the last ones are zeros
-// where `there` is less.
-// PTX ISA: cp.async.
+// needs: sm_80. Copies `bytes` (4, 8 or 16) between addresses that are multiples of `bytes`. Where `there` is less than
+// `bytes`, only the first `there` are read and the rest become zeros. PTX ISA: cp.async.
 template <int bytes>
 FMHA_DEVICE void cp_async(uint32_t to, const void* from, uint32_t there) {
   if constexpr (bytes == 16) {
@@ -43,8 +42,7 @@ FMHA_DEVICE void st_shared_u16(uint32_t address, uint16_t value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
-// needs: sm_70. The low byte.
-// PTX ISA: st.
+// needs: sm_70. Stores the low byte of `value`. PTX ISA: st.
 FMHA_DEVICE void st_shared_u8(uint32_t address, uint16_t value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }

@@ -6,9 +6,8 @@
 
 namespace fmha::ptx {
 
-// needs: sm_90. True of one lane, always the same one. ptxas knows so, and keeps in uniform registers what only that
-// lane needs: descriptors, tensor-memory addresses.
-// PTX ISA: elect.sync.
+// needs: sm_90. True in exactly one lane, always the same one. ptxas knows this, and keeps values that only that lane
+// needs in uniform registers: descriptors, tensor-memory addresses. PTX ISA: elect.sync.
 FMHA_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile(

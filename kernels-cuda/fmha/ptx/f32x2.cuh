@@ -10,7 +10,7 @@ struct F32x2 {
   float low, high;
 };
 
-// needs: sm_100. PTX ISA: fma.
+// needs: sm_100. Computes a * b + c of two f32 pairs. PTX ISA: fma.
 FMHA_DEVICE F32x2 fma_f32x2(F32x2 a, F32x2 b, F32x2 c) {
   F32x2 d;
   asm("{ .reg .b64 a, b, c, d;\n"
@@ -21,7 +21,7 @@ FMHA_DEVICE F32x2 fma_f32x2(F32x2 a, F32x2 b, F32x2 c) {
   return d;
 }
 
-// needs: sm_100. PTX ISA: add.
+// needs: sm_100. Adds two pairs of f32. PTX ISA: add.
 FMHA_DEVICE F32x2 add_f32x2(F32x2 a, F32x2 b) {
   F32x2 d;
   asm("{ .reg .b64 a, b, d;\n"
@@ -43,7 +43,7 @@ FMHA_DEVICE F32x2 add_rm_f32x2(F32x2 a, F32x2 b) {
   return d;
 }
 
-// needs: sm_100. PTX ISA: mul.
+// needs: sm_100. Multiplies two pairs of f32. PTX ISA: mul.
 FMHA_DEVICE F32x2 mul_f32x2(F32x2 a, F32x2 b) {
   F32x2 d;
   asm("{ .reg .b64 a, b, d;\n"

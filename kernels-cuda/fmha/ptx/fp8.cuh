@@ -6,8 +6,8 @@
 
 namespace fmha::ptx {
 
-// needs: sm_89. Four numbers to nearest even, the largest where they are larger; the first in the low byte.
-// PTX ISA: cvt.
+// needs: sm_89. Rounds four numbers to nearest even and packs them, the first in the low byte; numbers beyond the
+// largest become the largest. PTX ISA: cvt.
 template <DType dtype>
 FMHA_DEVICE uint32_t cvt_rn_satfinite_x4(float a, float b, float c, float d) {
   static_assert(dtype == DType::E4m3Fn || dtype == DType::E5m2, "cvt_rn_satfinite_x4 packs OCP types");
@@ -26,8 +26,8 @@ FMHA_DEVICE uint32_t cvt_rn_satfinite_x4(float a, float b, float c, float d) {
   return packed;
 }
 
-// needs: sm_100a. Eight numbers to E2M1, to nearest even, 6 where they are larger; the first in the lowest four bits.
-// PTX ISA: cvt.
+// needs: sm_100a. Rounds eight numbers to E2M1, to nearest even, and packs them, the first in the lowest four bits;
+// numbers beyond 6 become 6. PTX ISA: cvt.
 FMHA_DEVICE uint32_t cvt_rn_satfinite_e2m1_x8(const float* x) {
   uint32_t packed;
   asm("{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, %2, %1; cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n"
@@ -37,8 +37,8 @@ FMHA_DEVICE uint32_t cvt_rn_satfinite_e2m1_x8(const float* x) {
   return packed;
 }
 
-// needs: sm_89. The low half's two numbers to f16, which holds them exactly; the first in the low half.
-// PTX ISA: cvt.
+// needs: sm_89. Converts the two E4M3 numbers in the low half to f16, which holds them exactly; the first goes to the
+// low half. PTX ISA: cvt.
 FMHA_DEVICE uint32_t cvt_rn_f16x2_e4m3x2(uint32_t pair) {
   uint32_t wide;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(uint16_t(pair)));

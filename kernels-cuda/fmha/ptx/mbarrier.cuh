@@ -10,14 +10,13 @@ struct alignas(8) Barrier {
   uint64_t state;
 };
 
-// needs: sm_80. `arrivals` per phase.
-// PTX ISA: mbarrier.init.
+// needs: sm_80. Initialises a barrier whose phases complete after `arrivals` arrivals. PTX ISA: mbarrier.init.
 FMHA_DEVICE void mbarrier_init(Barrier& barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
 }
 
-// needs: sm_90. Makes the inits above visible to the cluster and to TMA.
-// PTX ISA: fence.mbarrier_init.
+// needs: sm_90. Makes this thread's earlier barrier initialisations visible to the cluster and to TMA. PTX ISA:
+// fence.mbarrier_init.
 FMHA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // needs: sm_90. Arrives, and announces `bytes` that TMA will deliver in this phase.
@@ -38,9 +37,8 @@ FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
       : "memory");
 }
 
-// needs: sm_80. Arrives once all copies that this thread has begun by cp.async have landed: an arrival that the
-// barrier counts on.
-// PTX ISA: cp.async.mbarrier.arrive.
+// needs: sm_80. Makes the barrier count an arrival of this thread once all copies that the thread has begun by cp.async
+// have landed. PTX ISA: cp.async.mbarrier.arrive.
 FMHA_DEVICE void cp_async_mbarrier_arrive(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }

@@ -8,8 +8,7 @@
 
 namespace fmha::ptx {
 
-// needs: sm_50. Relative error 2^-22; 0 below 2^-126.
-// PTX ISA: ex2.
+// needs: sm_50. 2 to the power x, with a relative error of 2^-22; 0 below 2^-126. PTX ISA: ex2.
 FMHA_DEVICE float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -32,16 +31,14 @@ FMHA_DEVICE float rcp_approx_ftz(float x) {
   return y;
 }
 
-// needs: sm_80. The larger; NaN, if one of them is.
-// PTX ISA: max.
+// needs: sm_80. The larger of two numbers; NaN if either is NaN. PTX ISA: max.
 FMHA_DEVICE float max_nan(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
   return c;
 }
 
-// needs: sm_100. The largest of three; NaN, if one of them is.
-// PTX ISA: max.
+// needs: sm_100. The largest of three numbers; NaN if any is NaN. PTX ISA: max.
 FMHA_DEVICE float max3_nan(float a, float b, float c) {
 #if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
   return max_nan(max_nan(a, b), c);  // CUDA 12.8's ptxas has no such form for sm_100a
@@ -68,8 +65,8 @@ FMHA_DEVICE float fma_rp(float x, float y, float z) {
   return w;
 }
 
-// needs: sm_50. The sum, subnormal numbers flushed to zeros, as `red.add.f32` has it in global memory.
-// PTX ISA: add.
+// needs: sm_50. The sum of two numbers. Subnormal numbers become zeros, as `red.add.f32` does in global memory. PTX
+// ISA: add.
 FMHA_DEVICE float add_rn_ftz(float x, float y) {
   float z;
   asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -98,8 +95,7 @@ FMHA_DEVICE uint32_t rotate_left(uint32_t word, uint32_t bits) {
   return rotated;
 }
 
-// needs: sm_90. Two numbers to nearest even, packed; `low` in the low half.
-// PTX ISA: cvt.
+// needs: sm_90. Rounds two numbers to nearest even and packs them, `low` in the low half. PTX ISA: cvt.
 template <DType dtype>
 FMHA_DEVICE uint32_t cvt_rn_x2(float low, float high) {
   static_assert(dtype == DType::F16 || dtype == DType::Bf16, "cvt_rn_x2 packs 16-bit types");

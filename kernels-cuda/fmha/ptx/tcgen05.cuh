@@ -9,8 +9,8 @@ namespace fmha::ptx {
 // The operands' element type: 16 or 8 bits.
 enum class MmaKind { F16, F8f6f4 };
 
-// needs: sm_100a. `columns`, a power of two from 32 to 512, of all 128 lanes; their address is written to shared
-// memory at `to`. By one warp; in a pair of CTAs (`cta_group` 2) by one warp of each.
+// needs: sm_100a. Allocates `columns` columns of tensor memory, a power of two from 32 to 512, of all 128 lanes, and
+// writes their address to shared memory at `to`. One warp calls it; in a pair of CTAs (`cta_group` 2) one warp of each.
 // PTX ISA: tcgen05.alloc.
 template <int cta_group>
 FMHA_DEVICE void tcgen05_alloc(uint32_t to, uint32_t columns) {
@@ -40,14 +40,13 @@ FMHA_DEVICE void tcgen05_fence_before_thread_sync() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
 }
 
-// needs: sm_100a. Orders this thread's accesses to tensor memory after those of other threads before the wait that
-// precedes.
-// PTX ISA: tcgen05.fence::after_thread_sync.
+// needs: sm_100a. Orders this thread's accesses to tensor memory after those of other threads before the preceding
+// wait. PTX ISA: tcgen05.fence::after_thread_sync.
 FMHA_DEVICE void tcgen05_fence_after_thread_sync() {
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
-// needs: sm_100a. An arrival at `barrier` once all products that this thread has issued are complete.
+// needs: sm_100a. Makes the hardware arrive at `barrier` once all products that this thread has issued are complete.
 // PTX ISA: tcgen05.commit.
 FMHA_DEVICE void tcgen05_commit(Barrier& barrier) {
   asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
@@ -55,8 +54,8 @@ FMHA_DEVICE void tcgen05_commit(Barrier& barrier) {
                : "memory");
 }
 
-// needs: sm_100a. tcgen05_commit for products of a pair of CTAs, at this barrier in
-// every CTA whose bit is in `ctas`. PTX ISA: tcgen05.commit, .multicast::cluster.
+// needs: sm_100a. Does what tcgen05_commit does for products of a pair of CTAs: the arrival is at this barrier in every
+// CTA whose bit is in `ctas`. PTX ISA: tcgen05.commit, .multicast::cluster.
 FMHA_DEVICE void tcgen05_commit_pair(Barrier& barrier, uint16_t ctas) {
   asm volatile(
       "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(
@@ -65,9 +64,8 @@ FMHA_DEVICE void tcgen05_commit_pair(Barrier& barrier, uint16_t ctas) {
       : "memory");
 }
 
-// needs: sm_100a. D (+)= A B of one CTA, or of a pair (`cta_group` 2), of which each has its rows of A and D and its
-// half of B's columns: A by a shared-memory descriptor.
-// PTX ISA: tcgen05.mma.
+// needs: sm_100a. Starts D (+)= A B of one CTA, or of a pair (`cta_group` 2), where each CTA has its rows of A and D
+// and half of B's columns. A and B are given by shared-memory descriptors. PTX ISA: tcgen05.mma.
 template <int cta_group, MmaKind kind>
 FMHA_DEVICE void tcgen05_mma_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, bool accumulate) {
   if constexpr (kind == MmaKind::F16) {
@@ -110,9 +108,9 @@ FMHA_DEVICE void tcgen05_cp_32x128b_warpx4(uint32_t to, uint64_t from) {
   asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(to), "l"(from) : "memory");
 }
 
-// needs: sm_100f. D (+)= A B of FP8 elements, of which 32 along a row of A and down a column of B have a power of two
-// in tensor memory, at `scales_a` and `scales_b`: A by a shared-memory descriptor.
-// PTX ISA: tcgen05.mma, .block_scale.
+// needs: sm_100f. Starts D (+)= A B of FP8 elements. Each 32 elements along a row of A and down a column of B share a
+// power of two, in tensor memory at `scales_a` and `scales_b`. A is given by a shared-memory descriptor. PTX ISA:
+// tcgen05.mma, .block_scale.
 FMHA_DEVICE void tcgen05_mma_block32_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
                                         uint32_t scales_b, bool accumulate) {
   asm volatile(
@@ -133,9 +131,9 @@ FMHA_DEVICE void tcgen05_mma_block32_ts(uint32_t d, uint32_t a, uint64_t b, uint
       : "memory");
 }
 
-// needs: sm_100a. D (+)= A B of pairs of E2M1 elements, of which 16 along a row of A and down a column of B have an
-// unsigned E4M3 scale in tensor memory: A by a shared-memory descriptor.
-// PTX ISA: tcgen05.mma, .block_scale.
+// needs: sm_100a. Starts D (+)= A B of E2M1 elements, packed in pairs. Each 16 elements along a row of A and down a
+// column of B share an unsigned E4M3 scale in tensor memory. A is given by a shared-memory descriptor. PTX ISA:
+// tcgen05.mma, .block_scale.
 FMHA_DEVICE void tcgen05_mma_block16_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
                                         uint32_t scales_b, bool accumulate) {
   asm volatile(
@@ -145,8 +143,8 @@ FMHA_DEVICE void tcgen05_mma_block16_ss(uint32_t d, uint64_t a, uint64_t b, uint
       : "memory");
 }
 
-// needs: sm_100a. The same with A in tensor memory, packed along the columns.
-// PTX ISA: tcgen05.mma, .block_scale.
+// needs: sm_100a. tcgen05_mma_block16_ss with A in tensor memory, packed along the columns. PTX ISA: tcgen05.mma,
+// .block_scale.
 FMHA_DEVICE void tcgen05_mma_block16_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
                                         uint32_t scales_b, bool accumulate) {
   asm volatile(

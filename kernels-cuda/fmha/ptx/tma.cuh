@@ -11,14 +11,14 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// Policy of the L2 for the lines: cache-policy words as createpolicy makes them.
+// How long the L2 is to keep the copied lines: cache-policy words as the instruction createpolicy makes them.
 enum class CacheHint : uint64_t {
   EvictFirst = 0x12F0000000000000,
   EvictLast = 0x14F0000000000000,
 };
 
-// needs: sm_90. Coordinates from the innermost dimension; outside the tensor reads zeros.
-// PTX ISA: cp.async.bulk.tensor.
+// needs: sm_90. Copies a box of a four-dimensional tensor to shared memory. Coordinates count from the innermost
+// dimension; what lies outside the tensor becomes zeros. PTX ISA: cp.async.bulk.tensor.
 FMHA_DEVICE void cp_async_bulk_tensor_4d(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0, int32_t c1,
                                          int32_t c2, int32_t c3, CacheHint hint) {
   asm volatile(
@@ -87,8 +87,7 @@ FMHA_DEVICE void cp_async_bulk_tensor_gather4_pair(uint32_t to, const TensorMap&
       : "memory");
 }
 
-// needs: sm_90. Fetches the descriptor itself ahead of its first use.
-// PTX ISA: prefetch.
+// needs: sm_90. Fetches the tensor map itself ahead of its first use. PTX ISA: prefetch.
 FMHA_DEVICE void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

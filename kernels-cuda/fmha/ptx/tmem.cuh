@@ -7,13 +7,13 @@
 
 namespace fmha::ptx {
 
-// needs: sm_100a. Waits until this thread's loads from tensor memory have filled their registers. Only tcgen05_loaded
-// tells the compiler which: without it the compiler could move their first use before the wait.
-// PTX ISA: tcgen05.wait::ld.
+// needs: sm_100a. Waits until this thread's loads from tensor memory have filled their registers. tcgen05_loaded then
+// names these registers to the compiler: without it the compiler could move their first use before the wait. PTX ISA:
+// tcgen05.wait::ld.
 FMHA_DEVICE void tcgen05_wait_ld() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 
-// No instruction: the compiler may use the registers of a load from here on, behind tcgen05_wait_ld.
-// PTX ISA: tcgen05.ld.
+// Emits no instruction. It stands behind tcgen05_wait_ld and keeps the compiler from using a load's registers before
+// it. PTX ISA: tcgen05.ld.
 FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[8]) {
   asm volatile(""
                : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]), "+r"(r[4]), "+r"(r[5]), "+r"(r[6]), "+r"(r[7]));
@@ -37,8 +37,8 @@ FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[32]) {
                  "+r"(r[24]), "+r"(r[25]), "+r"(r[26]), "+r"(r[27]), "+r"(r[28]), "+r"(r[29]), "+r"(r[30]), "+r"(r[31]));
 }
 
-// No instruction: tcgen05_loaded for the number of a
-// reducing load. PTX ISA: tcgen05.ld.red.
+// Emits no instruction. Does for the maximum of a reducing load what tcgen05_loaded does for loaded columns. PTX ISA:
+// tcgen05.ld.red.
 FMHA_DEVICE void tcgen05_loaded(float& x) { asm volatile("" : "+f"(x)); }
 
 // needs: sm_100a. Waits until this thread's stores to tensor memory are done.
@@ -83,8 +83,8 @@ FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[32], uint32_t address) {
       : "r"(address));
 }
 
-// needs: sm_103a, or sm_110a. The same, and the largest of the lane's 32 numbers; a NaN among them is passed over.
-// PTX ISA: tcgen05.ld.red, .32x32b.x32.
+// needs: sm_103a, or sm_110a. Loads 32 columns from `address` on, and the largest of the lane's 32 numbers; NaNs among
+// them are ignored. PTX ISA: tcgen05.ld.red, .32x32b.x32.
 FMHA_DEVICE void tcgen05_ld_max(uint32_t (&r)[32], float& largest, uint32_t address) {
   asm volatile(
       "tcgen05.ld.red.sync.aligned.32x32b.x32.max.f32 {"
@@ -99,16 +99,14 @@ FMHA_DEVICE void tcgen05_ld_max(uint32_t (&r)[32], float& largest, uint32_t addr
       : "r"(address));
 }
 
-// needs: sm_100a. 4 columns from `address` on. Done after tcgen05_wait_st.
-// PTX ISA: tcgen05.st, .32x32b.x4.
+// needs: sm_100a. Stores 4 columns from `address` on; complete after tcgen05_wait_st. PTX ISA: tcgen05.st, .32x32b.x4.
 FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("tcgen05.st.sync.aligned.32x32b.x4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// needs: sm_100a. 8 columns from `address` on. Done after tcgen05_wait_st.
-// PTX ISA: tcgen05.st, .32x32b.x8.
+// needs: sm_100a. Stores 8 columns from `address` on; complete after tcgen05_wait_st. PTX ISA: tcgen05.st, .32x32b.x8.
 FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[8]) {
   asm volatile(
       "tcgen05.st.sync.aligned.32x32b.x8.b32 [%0], {"
@@ -118,8 +116,8 @@ FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[8]) {
       : "memory");
 }
 
-// needs: sm_100a. 16 columns from `address` on. Done after tcgen05_wait_st.
-// PTX ISA: tcgen05.st, .32x32b.x16.
+// needs: sm_100a. Stores 16 columns from `address` on; complete after tcgen05_wait_st. PTX ISA: tcgen05.st,
+// .32x32b.x16.
 FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[16]) {
   asm volatile(
       "tcgen05.st.sync.aligned.32x32b.x16.b32 [%0], {"
@@ -130,8 +128,8 @@ FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[16]) {
       : "memory");
 }
 
-// needs: sm_100a. 32 columns from `address` on. Done after tcgen05_wait_st.
-// PTX ISA: tcgen05.st, .32x32b.x32.
+// needs: sm_100a. Stores 32 columns from `address` on; complete after tcgen05_wait_st. PTX ISA: tcgen05.st,
+// .32x32b.x32.
 FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[32]) {
   asm volatile(
       "tcgen05.st.sync.aligned.32x32b.x32.b32 [%0], {"

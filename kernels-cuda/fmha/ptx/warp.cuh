@@ -21,9 +21,8 @@ FMHA_DEVICE T shfl_xor(T value, int mask) {
 // PTX ISA: shfl.sync.
 FMHA_DEVICE int32_t uniform(int32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
-// needs: sm_70. No instruction: the compiler knows no more of the value from here on than its type. What is derived
-// from it stays where it is written, and takes no registers elsewhere.
-// PTX ISA: none; Inline PTX Assembly in CUDA, constraints.
+// needs: sm_70. Emits no instruction. The compiler forgets what it knows of the value, so that it does not compute
+// expressions of it earlier, where they would take registers. PTX ISA: none; Inline PTX Assembly in CUDA, constraints.
 FMHA_DEVICE void unknown_here(int32_t& value) { asm volatile("" : "+r"(value)); }
 
 // needs: sm_70. Ends this thread; barriers of the cluster do not wait for it.

@@ -22,9 +22,8 @@ FMHA_DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// needs: sm_90a. No instruction: the compiler takes these registers for written here, and so moves no read of them to
-// before the wait that they stand behind.
-// PTX ISA: wgmma.wait_group.
+// needs: sm_90a. Emits no instruction. The compiler treats these registers as written here, so it moves no read of them
+// before the wait that this call follows. PTX ISA: wgmma.wait_group.
 template <int n>
 FMHA_DEVICE void written_here(float (&accumulators)[n]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Lanes of the kernels in `fmha/simt`: those of a warp, and how a grid of any number of whole warps processes rows.
+// Lanes of the kernels in `fmha/simt`: a warp's lanes, and how a grid of any number of whole warps divides the rows.
 #pragma once
 #include <fmha/portable.h>
 #include <fmha/ptx/collective.cuh>
@@ -13,7 +13,7 @@ struct Warp {
 };
 using Lanes = Warp;
 
-// Calls `row` for every `num_warps`-th of the rows.
+// Calls `row` for this warp's rows: every `num_warps`-th of all rows.
 template <class Row>
 FMHA_DEVICE void for_each_row(int64_t num_rows, Row row) {
   const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / Warp::count);
@@ -23,7 +23,7 @@ FMHA_DEVICE void for_each_row(int64_t num_rows, Row row) {
   }
 }
 
-// Calls `element` for the elements of a thread.
+// Calls `element` for this thread's elements of a row.
 template <class Element>
 FMHA_DEVICE void for_each_element(int64_t num_elements, Element element) {
   for (int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < num_elements;

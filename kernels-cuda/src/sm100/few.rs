@@ -8,18 +8,18 @@ use crate::schedule::TileOrder;
 use crate::split::price::{self, CONSTANTS, Common, Keys, Rates, Walk};
 use crate::split::{self, Shares};
 
-/// Most rows of a kv head's group for which sequences of different lengths are divided into shares; then the same
-/// for queries.
+/// Most rows of a kv head's group for which sequences of different lengths are divided into shares; the next constant
+/// is the limit for queries.
 const MOST_ROWS: u32 = 512;
 const MOST_QUERIES: u32 = 32;
 
-/// Parts of a sequence's keys, at most.
+/// Largest number of parts of a sequence's keys.
 const MOST_PARTS: u32 = 128;
 
 /// Operations a microsecond of a multiprocessor's tensor cores: modelled, an HGX B200's 2.25 PFLOP/s of 148.
 const PRODUCTS: f64 = 15.2e6;
 
-/// Modelled memory rate in bytes per microsecond: of a B200's 8 TB/s the share that an H200 reaches of its 4.8
+/// Modelled memory rate in bytes per microsecond: a B200's 8 TB/s times the fraction that an H200 reaches of its 4.8
 /// TB/s.
 const MEMORY: f64 = 6.7e6;
 
@@ -41,7 +41,7 @@ pub(super) fn deal(problem: &FwdProblem, tile: Sm100Tile, num_sms: u32) -> Sm100
 }
 
 /// All ways to divide the keys of a tile of few queries: not at all, into parts of several lengths, and into equal
-/// shares. Keys fewer than two parts are never divided, which a batch-invariant plan relies on.
+/// shares. Keys that would not fill two parts are never divided, which a batch-invariant plan relies on.
 #[must_use]
 pub fn ways(problem: &FwdProblem, tile: Sm100Tile, num_sms: u32) -> Vec<Sm100Tile> {
     let whole = Sm100Tile { split_keys: 0, shares: 0, ..tile };
@@ -121,7 +121,8 @@ mod tests {
         }
     }
 
-    /// A tile without parts stores like O allows: only parts are always stored 16 bytes at a time.
+    /// A tile whose keys are not divided stores O 16 bytes at a time only if O allows it; rows of parts are always
+    /// stored so.
     #[test]
     fn a_tile_that_drops_its_parts_stores_as_o_allows() {
         let mut problem = decode(1, 1, (8, 2), 2000, KvLayout::Strided);
@@ -136,7 +137,8 @@ mod tests {
         assert!(!invariant.vector_store && invariant.split_keys == 0, "{invariant:?}");
     }
 
-    /// Pages are loaded in boxes of 8 rows or more: a box is the common divisor of a page and a block.
+    /// Pages are loaded by TMA in boxes of 8 rows or more, and otherwise by copies: a box is the common divisor of a
+    /// page and a block.
     #[test]
     fn pages_come_by_boxes_of_8_rows_and_more_else_by_copies() {
         for (page_size, keys) in

@@ -19,11 +19,11 @@ use crate::tile_list;
 
 /// Microseconds of a launch: assumed.
 const LAUNCH_MICROS: f64 = 5.0;
-/// Part of a wave in which multiprocessors idle behind the last tile, where tiles differ in length: assumed.
+/// Assumed fraction of a wave in which multiprocessors idle after the last tile, where tiles differ in length.
 const TAIL: f64 = 0.5;
-/// Multiprocessors of a GB200's and a GB300's GPU: with them and 2062 and 2070 MHz the stated peaks come out.
+/// Multiprocessors of a GB200's and a GB300's GPU: this number and clocks of 2062 and 2070 MHz give the stated peaks.
 const NUM_SMS: f64 = 152.0;
-/// Queries of a tile whose start [`Constants`] price.
+/// Queries of the tile to which the start costs in [`Constants`] refer.
 pub const START_ROWS: f64 = 256.0;
 
 /// How a kernel overlaps its units.
@@ -31,30 +31,30 @@ pub const START_ROWS: f64 = 256.0;
 pub enum Overlap {
     /// Forward, two query tiles: one's exponentials run under the other's products.
     TwoTiles,
-    /// Forward, one query tile.
+    /// Forward kernel with one query tile to a CTA.
     OneTile,
-    /// Backward.
+    /// Backward kernel.
     Backward,
 }
 
 /// Constants of the time model that were fitted to published rates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Constants {
-    /// Part of the forward's products that nothing else hides.
+    /// Fraction of the forward's products that nothing else hides.
     pub forward_matrix: f64,
-    /// Part of the exponentials that two query tiles do not hide.
+    /// Fraction of the exponentials that two query tiles do not hide.
     pub two_tiles_exp: f64,
-    /// Part of the exponentials that one query tile does not hide.
+    /// Fraction of the exponentials that one query tile does not hide.
     pub one_tile_exp: f64,
-    /// Part of the backward's products, or of shared memory's time if that is more, that nothing else hides.
+    /// Fraction of the backward's products, or of shared memory's time if that is longer, that nothing else hides.
     pub backward_matrix: f64,
-    /// Part of the exponentials that the backward does not hide.
+    /// Fraction of the exponentials that the backward does not hide.
     pub backward_exp: f64,
-    /// Blocks' products that the start and end of a tile of 256 queries take, forward.
+    /// Start and end of a forward's tile of 256 queries, in units of the time of a block's products.
     pub forward_start: f64,
-    /// Start of a backward, with the launches before and after it, in that unit.
+    /// Start of a backward, with the launches before and after it, in units of the time of a block's products.
     pub backward_start: f64,
-    /// Part that a kernel becomes slower by for each millisecond that it runs: the clock falls.
+    /// Fraction by which a kernel becomes slower for each millisecond that it runs, since the clock falls.
     pub slower_a_ms: f64,
 }
 
@@ -85,10 +85,10 @@ impl Constants {
         slower_a_ms: 1e-3,
     };
 
-    /// Constants from lines of a name, a tab and a number.
+    /// Reads constants from lines of a name, a tab and a number.
     ///
     /// # Errors
-    /// The line that is none, or the name that is missing.
+    /// The line that has another form, or the name that is missing.
     pub fn parsed(text: &str) -> Result<Self, String> {
         let mut constants = Self::FIRST;
         for (name, number) in constants.named() {
@@ -117,13 +117,13 @@ pub struct Walk {
     pub units: Units,
     /// Number of tiles of the launch.
     pub tiles: f64,
-    /// Tiles that the device takes at a time.
+    /// Number of tiles that the device processes at a time.
     pub at_once: f64,
     /// Average number of a tile's blocks that one multiprocessor processes.
     pub blocks: f64,
     /// Relative cost of starting a tile: 1 for a tile of usual height.
     pub starts: f64,
-    /// Whether tiles are equally long, and the last wave's idle multiprocessors are lost.
+    /// Whether all tiles are equally long: multiprocessors without a tile in the last wave then idle for a whole tile.
     pub equal: bool,
     /// Clock of the multiprocessors.
     pub hertz: f64,
@@ -149,8 +149,8 @@ impl Walk {
     }
 }
 
-/// Work of a forward's launch; `None` where the model does not hold: parts of keys, lists, copies, lengths that
-/// the device alone knows, or a device whose clock is not known.
+/// Work of a forward's launch; `None` where the model does not apply: parts of keys, lists, copies, lengths that the
+/// device alone knows, or a device whose clock is not known.
 #[must_use]
 pub fn walk(
     problem: &FwdProblem,
@@ -176,7 +176,7 @@ pub fn walk(
     })
 }
 
-/// Whether the model holds for a problem: all sequences are as long as the host says, and a band hides keys alone.
+/// Whether the model applies to a problem: all sequences are as long as the host says, and only a band hides keys.
 pub(crate) fn is_modelled(problem: &FwdProblem) -> bool {
     let layout = problem.layout;
     let known = !layout.seqused_q && !layout.seqused_k && layout.q == QLayout::Batch;
@@ -188,7 +188,8 @@ pub(crate) fn hertz(facts: &DeviceFacts) -> Option<f64> {
     Some(facts.roofline.flops_per_second? / f64::from(facts.num_sms) / (2.0 * PRODUCTS))
 }
 
-/// Blocks of 128 x 128 pairs of a call, those that a mask's edges cut whole, where `rows` queries share their blocks.
+/// Number of blocks of 128 x 128 pairs of a call, where `rows` queries share their blocks. Blocks that a mask's edge
+/// cuts count as whole.
 pub(crate) fn blocks(problem: &FwdProblem, rows: f64) -> f64 {
     let dims = problem.dims;
     let heads = f64::from(dims.batch) * f64::from(dims.num_heads_q);
@@ -216,7 +217,7 @@ pub(crate) fn details(units: &Units, walk: Option<Walk>, flops: f64) -> Vec<(&'s
 /// Name of the detail that says the modelled time.
 pub const TIME: &str = "modelled time";
 
-/// Operations of a call, if each visible pair takes `a_pair` of them.
+/// Floating-point operations of a call, with `a_pair` operations for each visible pair.
 pub(crate) fn flops(problem: &FwdProblem, a_pair: u32) -> f64 {
     let dims = problem.dims;
     let heads = f64::from(dims.batch) * f64::from(dims.num_heads_q);
@@ -226,9 +227,9 @@ pub(crate) fn flops(problem: &FwdProblem, a_pair: u32) -> f64 {
 /// A published rate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Published {
-    /// The row's columns but the last two, which name it.
+    /// Text of the row's columns except the last two; it names the row.
     pub name: String,
-    /// TFLOP/s.
+    /// Published rate in TFLOP/s.
     pub tflops: f64,
     /// Floating-point operations, as the table counts them.
     pub flops: f64,
@@ -270,7 +271,7 @@ impl Published {
             // FlashAttention-4's pairs of CTAs at D 128 (Zadouri et al., 2026).
             (units.tensor, units.shared) = (2560.0, 2688.0);
         }
-        // A tile has 256 queries, or a pair of CTAs as many keys of the backward.
+        // A tile has 256 queries; in the backward, a pair of CTAs has 256 keys.
         let is_pair = is_backward || tile.cluster > 1;
         let per_sm = if is_pair { 0.5 } else { 1.0 };
         let equal = mask == "full";
@@ -293,7 +294,7 @@ impl Published {
                 tiles,
                 at_once: NUM_SMS * per_sm,
                 blocks: shown * 256.0 / PAIRS * per_sm,
-                // A CTA of one query tile starts half as many products.
+                // A CTA of one query tile starts half as many products as one of two tiles.
                 starts: if overlap == Overlap::OneTile { 0.5 } else { 1.0 },
                 equal,
                 // Stated peaks of 2568 and 2578 TFLOP/s.
@@ -330,7 +331,7 @@ pub fn fitted(rows: usize) -> Vec<bool> {
     let mut state: u64 = SEED;
     let mut order: Vec<usize> = (0..rows).collect();
     for last in (1..rows).rev() {
-        // Knuth's multiplier of MMIX; its upper bits are the even ones.
+        // Multiplier of Knuth's MMIX generator; its upper bits are used, which are the more random ones.
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         order.swap(last, (state >> 33) as usize % (last + 1));
     }
@@ -379,7 +380,7 @@ pub fn lines(mut constants: Constants) -> String {
 mod tests {
     use super::*;
 
-    /// Tested rows that the page counts as beyond 10 %.
+    /// Number of tested rows that the documentation page counts as more than 10 % off.
     const BEYOND: usize = 3;
 
     #[test]

@@ -31,7 +31,7 @@ pub struct Sm100 {
     tile: Sm100Tile,
     schedule: TileSchedule,
     list: Option<TileListPlan>,
-    /// The kernel's own part of the workspace, which precedes that of the cache update.
+    /// The kernel's own part of the workspace; the part of the cache update follows it.
     own: Workspace,
 }
 
@@ -133,9 +133,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             promises: Promises {
                 deterministic: true,
                 // Batch invariance: one thread computes a row, its key blocks begin at the sequence's first key and
-                // have a size given by the head dimensions; blocks that only other rows of the tile see add zeros.
-                // It does not hold if a short query's keys may be split, since a long one's are not, nor with
-                // lists, in which blocks cut for any row of the tile come first.
+                // have a size given by the head dimensions; blocks that only other rows of the tile see add zeros. It
+                // does not hold if a short query's keys may be split, since a long one's are not. Nor does it hold with
+                // lists, in which blocks that are partly masked for any row of the tile come first.
                 batch_invariant: list.is_none()
                     && (!is_split || tile.fixed_parts)
                     && tile.cluster == 1

@@ -6,13 +6,13 @@ use fmha_core::spec::FwdSpec;
 use super::{FAST_EXP_ARCH, Sm100Tile};
 use crate::sm90;
 
-/// Pairs of a block.
+/// Number of (query, key) pairs of a block.
 pub const PAIRS: f64 = 128.0 * 128.0;
 
 /// Multiply-adds of 16 bits that the tensor cores of a multiprocessor do in a clock; twice as many of 8 bits, four
 /// times as many of 4.
 pub const PRODUCTS: f64 = 4096.0;
-/// Lanes for f32.
+/// Number of f32 lanes of a multiprocessor.
 const LANES: f64 = 128.0;
 /// Bytes that shared memory moves in a clock.
 pub(crate) const SHARED_BYTES: f64 = 128.0;
@@ -23,7 +23,7 @@ const TRANSPOSED_BYTES: f64 = 32.0;
 const SCALE_TILE_BYTES: f64 = 512.0;
 /// Bytes that threads move to and from tensor memory in a clock: 128 lanes of 32 bits. Assumed; nobody states it.
 pub(crate) const TENSOR_MEMORY_BYTES: f64 = 512.0;
-/// Bytes that a multiprocessor moves to and from the L2 in a clock. Assumed; nobody states it.
+/// Assumed number of bytes that a multiprocessor moves to and from the L2 in a clock. No source states it.
 pub(crate) const L2_BYTES: f64 = 64.0;
 
 /// Exponentials of a multiprocessor's special-function units in a clock.
@@ -35,17 +35,17 @@ pub fn exponentials(arch: &str) -> f64 {
 /// Clocks of each unit for a block of 128 queries and 128 keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Units {
-    /// Matrix products.
+    /// Clocks of matrix products.
     pub tensor: f64,
-    /// Exponentials of all of P, those that are polynomials too.
+    /// Clocks of all exponentials of P, as if the special-function unit computed those that are polynomials too.
     pub exp: f64,
-    /// Multiplications and additions in f32.
+    /// Clocks of multiplications and additions in f32.
     pub floats: f64,
-    /// Operands of products, and what is brought and stored.
+    /// Clocks of shared memory: it feeds the products, and loads and stores go through it.
     pub shared: f64,
-    /// Loads and stores of tensor memory by threads.
+    /// Clocks of threads' loads and stores of tensor memory.
     pub tensor_memory: f64,
-    /// Bytes that TMA brings, and those added to dQ in memory.
+    /// Clocks of the L2: bytes that TMA loads, and those added to dQ in memory.
     pub loads: f64,
 }
 
@@ -73,7 +73,7 @@ impl Units {
     #[must_use]
     pub fn words(&self) -> String {
         let named = self.named();
-        // The first of two that are equal: `max_by` gives the last.
+        // The first of two equal units is named: `max_by` returns the last, so the list is reversed.
         let busiest = named.into_iter().rev().max_by(|a, b| a.1.total_cmp(&b.1)).map_or("", |(name, _)| name);
         let clocks = named.map(|(name, clocks)| format!("{name} {clocks:.0}")).join(", ");
         format!("{clocks} for 128 queries x 128 keys; busiest: {busiest} (modelled)")
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
     use crate::sm100::default_tile;
 
-    /// The page's table, docs/kernels/sm100-fwd.md.
+    /// Clocks of a block equal those in the table of docs/kernels/sm100-fwd.md.
     #[test]
     fn a_block_costs_the_clocks_of_the_page() {
         for (dtype, qk, v, tensor, shared) in [

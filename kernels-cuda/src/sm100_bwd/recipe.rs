@@ -33,7 +33,7 @@ pub struct Sm100Bwd {
     list: Option<TileListPlan>,
 }
 
-/// The main launch's second argument.
+/// The main launch's second argument: its tensor maps.
 #[repr(C, align(128))]
 struct Maps {
     q: TensorMap,
@@ -168,8 +168,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             promises: Promises {
                 // Unordered sums of dQ are deterministic only if a single block of keys adds to them.
                 deterministic: in_order && (is_ordered || dims.seqlen_k <= BLOCK),
-                // With lists a row's order depends on its tile, since blocks cut for any row of the tile come
-                // first.
+                // With lists the order of a row's sums depends on its tile, since blocks that are partly masked for any
+                // row of the tile come first.
                 batch_invariant: list.is_none() && in_order && is_ordered && options.tile.is_empty(),
                 row_invariant: false,
                 graph_capturable: true,
@@ -218,7 +218,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         for step in steps.iter() {
             let asks_masks = list.is_some() && matches!(step.stage, Stage::Prepare | Stage::FinishDq);
             match (step.stage, &mut list) {
-                // Without queries or keys no list has a tile, and no kernel reads one.
+                // Without queries or keys the lists have no tiles, and no kernel reads them.
                 (stage, Some(list))
                     if stage.makes_lists()
                         && dims.seqlen_q > 0
@@ -249,7 +249,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                 _ => {
                     let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast()];
                     let count = if asks_masks { 2 } else { 1 };
-                    // SAFETY: the kernel takes BwdParams, and where it asks them MaskDataParams; `check_bwd` saw that
+                    // SAFETY: the kernel takes BwdParams and, under masks as data, MaskDataParams; `check_bwd` saw that
                     // its memory covers the problem, and the workspace is as large as the plan said.
                     unsafe { step.launch(&mut arguments[..count], call.stream)? };
                 }
@@ -265,7 +265,7 @@ fn walk_of(problem: &ValidBwd, spec: &BwdSpec, ctas: u32, facts: &DeviceFacts) -
     if !modelled::is_modelled(fwd) || ctas == 0 {
         return None;
     }
-    // Two CTAs of a block of keys have its units' clocks between them.
+    // The two CTAs of a block of keys share the clocks of its units.
     let in_two = sm100_bwd::in_two(dims.head_dim_qk.cast_signed(), dims.head_dim_v.cast_signed());
     let parts = if in_two { 2.0 } else { 1.0 };
     let tiles = f64::from(ctas) / parts;
@@ -277,20 +277,20 @@ fn walk_of(problem: &ValidBwd, spec: &BwdSpec, ctas: u32, facts: &DeviceFacts) -
         tiles,
         at_once: f64::from(facts.num_sms) / parts,
         blocks: modelled::blocks(fwd, cut) / tiles,
-        // A start was fitted to pairs of CTAs, of which both spend it on 256 queries.
+        // The start's cost was fitted to pairs of CTAs, of which both start together on 256 queries.
         starts: 2.0 * rows / modelled::START_ROWS / tiles,
         equal: fwd.mask.kind() == MaskKind::Full,
         hertz: modelled::hertz(facts)?,
     })
 }
 
-/// Spec that a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any
-/// batch: blocks begin at its own first rows.
+/// Spec that a problem's main kernel is compiled for. With ordered sums a sequence has the same bits in any batch,
+/// since blocks begin at its own first rows.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..masked_spec(problem) }
 }
 
-/// The tensor maps, by boxes of 64 columns; of a column-major V, of 64 keys.
+/// Encodes the tensor maps, with boxes of 64 columns; for a column-major V, of 64 keys.
 fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>) -> Result<Maps> {
     let queries = sm100_bwd::queries(call.problem.fwd().dims.head_dim_qk.cast_signed());
     let [q, k, v, dout, _] = map_facts_of(call, [queries, BLOCK.cast_signed()], false);

@@ -8,16 +8,16 @@ use crate::sm100::units::{
     L2_BYTES, PAIRS, PRODUCTS, SHARED_BYTES, TENSOR_MEMORY_BYTES, Units, exponentials,
 };
 
-/// Bytes of 128 x 128 numbers of 16 bits: a block of P or dS.
+/// Bytes of a block of P or dS: 128 x 128 numbers of 16 bits.
 const SCORES: f64 = 2.0 * PAIRS;
 
-/// Units of the backward, without modifiers. Where dK and dV are two CTAs', both CTAs' clocks.
+/// Units of the backward, without modifiers. Where two CTAs compute dK and dV, the clocks of both are added.
 #[must_use]
 pub fn backward(spec: &BwdSpec, arch: &str) -> Units {
     let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
     let twice = if in_two(qk, v) { 2.0 } else { 1.0 };
     let [d, dv] = [qk, v].map(|dim| f64::from(product_dim(dim)));
-    // Rows of 128 elements of 16 bits, of queries or keys: bytes for an element of the head.
+    // Bytes of one column of 128 rows, of queries or keys, in 16 bits.
     let row = 2.0 * f64::from(BLOCK);
     let brought = row * (d + dv);
     let (columns, read, stored) = if is_wide(qk) {
@@ -26,7 +26,7 @@ pub fn backward(spec: &BwdSpec, arch: &str) -> Units {
         let reads_v = if v_in_tmem(qk, v) { 0.0 } else { 2.0 * row * dv };
         let of_both = row * dv + row * d + 2.0 * row * of_dq + 3.0 * SCORES + reads_v;
         let s = 3.0 * row * d;
-        // The CTA of dV has K in tensor memory.
+        // The CTA that computes dV reads K from tensor memory.
         let second = if twice > 1.0 { row * d + row * dv } else { row * dv };
         let again = if twice > 1.0 { d } else { 0.0 };
         let extra = if twice > 1.0 { brought + SCORES / 2.0 } else { 0.0 };
@@ -39,7 +39,7 @@ pub fn backward(spec: &BwdSpec, arch: &str) -> Units {
         exp: twice * PAIRS / exponentials(arch),
         floats: 3.0 * PAIRS / 128.0 * twice,
         shared: (read + stored) / SHARED_BYTES,
-        // S and dP, P, dQ.
+        // Tensor memory is used for S and dP, for P, and for dQ.
         tensor_memory: (2.0 * 4.0 * PAIRS + twice * SCORES + 2.0 * row * d) / TENSOR_MEMORY_BYTES,
         loads: (twice * brought + 2.0 * row * d) / L2_BYTES,
     }
@@ -59,7 +59,7 @@ mod tests {
         BwdSpec::of(&problem)
     }
 
-    /// The pages' tables; those of wide heads are for 64 queries.
+    /// Clocks of a block equal those in the pages' tables; the tables of wide heads are for 64 queries.
     #[test]
     fn a_block_costs_the_clocks_of_the_pages() {
         for (qk, v, tensor, shared) in [

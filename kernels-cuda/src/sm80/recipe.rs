@@ -211,7 +211,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     }
 }
 
-/// The tile for `like`, a problem over a cache that lies otherwise than the one that is read, with some fields set.
+/// The tile for a problem, with some fields set. It equals that of `like`, the same problem with another cache layout.
 ///
 /// # Errors
 /// The field that the kernel does not take, and its number.
@@ -262,8 +262,8 @@ pub(crate) fn fit_like(
     fitted(own, fields, problem, facts).map_err(refuse)
 }
 
-/// Keys of a block of every call whose bits do not depend on the batch: those of the spec's table, or those that `sm90`
-/// has too, where it may have other calls of the same rows.
+/// Keys of a block in every call whose bits must not depend on the batch: those of the spec's table, or those of
+/// `sm90`'s blocks where that kernel may compute other calls with the same rows.
 fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> i32 {
     let shared = if options.row_invariant { row_order::shared_block(problem, facts) } else { None };
     shared.unwrap_or_else(|| sm80::default_tile(&FwdSpec::of(problem), room(facts)).block_n)
@@ -372,7 +372,7 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> S
     }
 }
 
-/// Boxes of the maps. Q's is not read.
+/// Boxes of the tensor maps. The map of Q is not read.
 fn boxes(problem: &ValidFwd, tile: &Sm80Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
     let [k, v] = sm80::boxes(&spec, tile);

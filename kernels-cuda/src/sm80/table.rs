@@ -17,7 +17,7 @@ pub struct Room {
     /// Dynamic shared memory that one CTA can have, bytes. A multiprocessor has 1 KiB more, and spends 1 KiB
     /// on each CTA.
     pub smem_bytes: i32,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub num_sms: u32,
 }
 
@@ -40,7 +40,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     tile
 }
 
-/// The tile for a problem by itself.
+/// The tile for a problem, without regard to other calls.
 fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     if !problem.walks_lists() {
         return tile_of_rows(problem, room);
@@ -102,7 +102,7 @@ fn tile_of_rows(problem: &FwdProblem, room: Room) -> Sm80Tile {
     let dims = problem.dims;
     let mut tile = table_tile(&spec, room, shares_blocks(problem), lists::row_bytes(problem));
     if !problem.masks.is_empty() {
-        // Unsplit sequences, and rows of one head: masks are evaluated for the rows of a warp.
+        // Masks as data are evaluated for the rows of a warp, so rows have one head, and sequences are not split.
         return Sm80Tile { stored: problem.stored_k(), ..tile };
     }
     tile = packed(problem, tile);
@@ -129,7 +129,7 @@ fn tile_of_rows(problem: &FwdProblem, room: Room) -> Sm80Tile {
     tile
 }
 
-/// The tile with the heads of a group side by side, if that saves a tenth of the rows.
+/// The tile with the heads of a group packed, if that saves a tenth of the rows.
 fn packed(problem: &FwdProblem, tile: Sm80Tile) -> Sm80Tile {
     let (ratio, seqlen_q) = (i64::from(problem.gqa_ratio()), i64::from(problem.dims.seqlen_q));
     let blocks = |rows: i64| (rows + i64::from(tile.block_m) - 1) / i64::from(tile.block_m);
@@ -137,7 +137,7 @@ fn packed(problem: &FwdProblem, tile: Sm80Tile) -> Sm80Tile {
     Sm80Tile { pack_gqa, stored: problem.stored_k(), ..tile }
 }
 
-/// Number of rows that share keys: the query rows of a head, or of a group whose heads are side by side.
+/// Number of rows that share keys: the query rows of a head, or of a group whose heads are packed.
 fn rows_of_group(problem: &FwdProblem, tile: &Sm80Tile) -> i64 {
     i64::from(problem.dims.seqlen_q) * if tile.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 }
 }
@@ -155,7 +155,7 @@ fn short_tile(problem: &FwdProblem, table: Sm80Tile, room: Room) -> Option<Sm80T
     // Whole spans only help with few rows: with more, products with the zeros beyond the head dimension take too
     // long.
     tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
-    // One warp converts an FP8 code in registers once for both of its groups of 16 rows.
+    // A single warp converts an FP8 element in registers once for both of its groups of 16 rows.
     let one_warp = Sm80Tile { warps: 1, ..tile };
     if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
         tile.warps = 1;
@@ -181,7 +181,7 @@ pub fn ways_of_few(problem: &FwdProblem, room: Room) -> Vec<Sm80Tile> {
     short_tile(problem, table, room).map_or_else(Vec::new, |tile| ways(problem, tile, room))
 }
 
-/// Whether rows of 16 bits end amid 128 bytes, so that spans of the swizzle are 32 or 64.
+/// Whether 16-bit rows end within a 128-byte line, so that the swizzle's spans are 32 or 64 bytes.
 fn has_broken_spans(spec: &FwdSpec, tile: &Sm80Tile) -> bool {
     let dims = [spec.head_dim_qk, spec.head_dim_v];
     let is_of_16_bits = !spec.dtype_qk.is_fp8() && !spec.dtype_v.is_fp8() && !tile.stored.is_fp8();
@@ -205,7 +205,7 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
 fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool, row_bytes: i32) -> Sm80Tile {
     let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
     let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout || spec.code != CodeKind::None;
-    // Candidates of rows, keys and warps, best first. Modifiers of scores need registers.
+    // Candidates of (rows, keys, warps), best first. Score modifiers need registers.
     let candidates: &[(i32, i32, i32)] = match widest {
         ..=128 if modifies => &[(128, 64, 8), (64, 64, 4)],
         // Separate sums of P V, which FP8 needs, take registers: above 64, 128 keys or 32 rows per warp would
@@ -216,9 +216,9 @@ fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool, row_bytes: i32) -> Sm80T
         65..=128 => &[(128, 64, 4), (64, 64, 4)],
         129..=192 => &[(128, 64, 8), (64, 48, 4)],
         193..=256 => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
-        // Two blocks in shared memory, even if blocks must be small: one is loaded while the other is multiplied.
+        // Two blocks fit in shared memory, even if they must be small: one is loaded while the other is multiplied.
         257.. if v_in_k => &[(64, 64, 4), (64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
-        // Two or three warps have equal rows.
+        // Two or three warps have the same rows, and each a part of O's columns.
         _ => &[(64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
     };
     let columns_of_16_bits = spec.v_layout == VLayout::ColMajor && !spec.dtype_v.is_fp8();
@@ -230,9 +230,9 @@ fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool, row_bytes: i32) -> Sm80T
         value_parts,
         stages: 1,
         ctas: 1,
-        // A column-major V's at 128 dimensions spill: 24 bytes with one or two ahead.
+        // A column-major V with up to 128 dimensions spills 24 bytes if fragments are read one or two ahead.
         fragments_ahead: if columns_of_16_bits && (65..=128).contains(&widest) { 0 } else { 1 },
-        // P of 8 bits needs its range.
+        // P of 8 bits needs its whole range, so the maximum may not lag.
         lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { LAG_LOG2 },
         pack_gqa: false,
         fast_softcap: spec.softcap && spec.bias == BiasKind::None,
@@ -302,8 +302,8 @@ impl Sm80Tile {
             (self.block_m, self.warps, self.stages) = (twin.block_m, twin.warps, twin.stages);
             return self.take_ctas_of_shares(spec, room);
         }
-        // Work and not memory binds codes that are widened in registers, so more warps, of one block each,
-        // are better.
+        // The conversion of elements in registers is the bottleneck, not memory, so more warps with one block each are
+        // better.
         let most = if self.reads_raw_blocks(spec) { 1 } else { self.stages.max(twin.stages) };
         let of = |stages| Self { stages, ..*self };
         let fits = |stages: &i32| of(*stages).smem_bytes(spec) <= room.smem_bytes;
@@ -388,14 +388,15 @@ impl Sm80Tile {
     }
 }
 
-/// Approximate number of parts of the longest sequence's keys if CTAs have equal shares. Of 3 sequences of 4/1
-/// heads, 5 tokens and up to 35163 keys, whose rows had some 700, a call took 51 us, FlashAttention-3's 27.
+/// Approximate number of parts of the longest sequence's keys if CTAs have equal shares. With some 700 parts a row, a
+/// call of 3 sequences of 4/1 heads, 5 tokens and up to 35163 keys took 51 us, FlashAttention-3's 27.
 const MOST_PARTS_IN_SHARES: u32 = 128;
 
-/// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
+/// Largest number of parts of a sequence's keys: two batches of a merging warp's loads.
 const MOST_PARTS: u32 = 256;
 
-/// Rows of a kv head's group up to which unlike sequences are walked in shares, and queries.
+/// Most rows of a kv head's group for which sequences of different lengths are divided into shares; the next constant
+/// is the limit for queries.
 const MOST_SHARED_ROWS: i64 = 512;
 const MOST_SHARED_QUERIES: i64 = 32;
 
@@ -429,10 +430,10 @@ fn in_shares(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Option<Sm80Til
     let spec = FwdSpec::of(problem);
     let mut shared = tile;
     shared.take_shape_of_shares(&spec, room);
-    // A row of the longest sequence is not merged of more parts than this.
+    // A row of the longest sequence has at most MOST_PARTS_IN_SHARES parts.
     let least = split::seen_keys(problem).div_ceil(MOST_PARTS_IN_SHARES);
     let blocks = least.div_ceil(shared.block_n.unsigned_abs()).max(1);
-    // A power of two, so that few kernels serve all lengths.
+    // A power of two is used, so that few kernels serve all lengths.
     shared.split_keys = shared.block_n << blocks.ilog2();
     let fits = shared.value_parts == 1
         && !problem.walks_lists()
@@ -485,7 +486,7 @@ mod tests {
         }
     }
 
-    /// A problem with this many tokens, each with 2048 listed keys, over latent rows of 576 elements.
+    /// A problem with `tokens` tokens, each with 2048 listed keys, over latent rows of 576 elements.
     fn latent_lists(batch: u32, tokens: u32, heads: u32) -> FwdProblem {
         let dims = Dims::batch(batch).seqlens(tokens, 65536).heads(heads, 1).head_dims(576, 512);
         let mut problem = FwdProblem::batch(DType::Bf16, dims);
@@ -507,12 +508,12 @@ mod tests {
                 assert_eq!(tile.split_keys, 0, "many tokens fill the device");
             }
         }
-        // A block's gather is under way while the other's products are computed.
+        // One block's gather is in flight while another block's products are computed.
         for (room, block_n) in [(ROOMS[0], 32), (ROOMS[3], 64)] {
             let tile = choose_tile(&latent_lists(1, 4096, 128), room);
             assert_eq!((tile.block_m, tile.block_n, tile.stages), (64, block_n, 2), "{room:?}");
         }
-        // Two pairs of tiles in all: their lists are divided into parts.
+        // The call has two pairs of tiles, so few that their lists are divided into parts.
         let few = choose_tile(&latent_lists(2, 1, 128), ROOMS[3]);
         assert!(few.split_keys > 0 && few.fixed_parts && 2048 / few.split_keys >= 4, "{few:?}");
         let schedule = few.schedule(&latent_lists(2, 1, 128)).unwrap();

@@ -14,7 +14,7 @@ use crate::operands::refuse_unlike_rows;
 use crate::sm80_bwd::{BwdSums, Sm80BwdTile};
 use crate::{row_order, sm80, sm80_bwd};
 
-/// The kernels, with the numbers that their launches need.
+/// The backward kernels of a plan, with the numbers that their launches need.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm80Bwd {
     workspace: BwdWorkspace,
@@ -22,12 +22,12 @@ pub struct Sm80Bwd {
     stores_vectors: bool,
 }
 
-/// How a problem's gradients are summed.
+/// The tiles of a problem's launches, and how dQ is summed.
 pub struct Tiles {
-    /// Candidates for summing dQ: true is one pass.
+    /// Candidates for summing dQ; `true` is one pass.
     ways: Candidates<bool>,
     one_pass: bool,
-    /// A tile to each launch, dQ's first.
+    /// One tile for each launch, dQ's first.
     tiles: Vec<Sm80BwdTile>,
 }
 
@@ -97,7 +97,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         let spec = spec_of(problem);
-        // Sums of dQ begin at whole blocks of queries.
+        // Sums of dQ begin at multiples of whole query blocks.
         let (block_m, dq_sums) = match one_pass {
             true => {
                 let dim = sm80::padded_dim(spec.fwd.head_dim_qk).unsigned_abs();
@@ -232,7 +232,7 @@ pub(crate) fn launch_of(
     })
 }
 
-/// Spec for which the launches are compiled. Masks as data hide keys as a band does.
+/// Spec for which the launches are compiled. Masks as data hide keys, so the spec says that there is a band.
 fn spec_of(problem: &ValidBwd) -> BwdSpec {
     let mut spec = BwdSpec::of(problem);
     if !problem.fwd().masks.is_empty() && spec.fwd.mask == MaskKind::Full {
@@ -251,7 +251,7 @@ fn stage_of(sums: BwdSums) -> Stage {
     }
 }
 
-/// Why a grid is refused.
+/// The refusal of a grid that is too large.
 pub(crate) fn too_many_tiles(dims: Dims) -> String {
     format!(
         "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",

@@ -35,14 +35,13 @@ pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Re
     refuse_long_sequences(problem, kernel)
 }
 
-/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
-/// be multiples of 16.
+/// Checks that the kernel computes this problem. A problem has no addresses; these must be multiples of 16.
 ///
 /// # Errors
-/// The first fact that it does not take.
+/// The first fact that the kernel does not support.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    // Lists of tiles are made for keys that lie in a row.
+    // Lists of tiles are only made for keys that are not in pages.
     if !problem.layout.kv.is_paged() || tile_list::serve(problem) {
         problem.refuse_mixed_layouts(NAME)?;
     }
@@ -124,7 +123,7 @@ pub fn reads_pages_by_tma(problem: &FwdProblem) -> bool {
     problem.layout.kv.is_paged() && !has_odd_pages(problem, LEAST_BLOCK) && odd_stride(problem).is_none()
 }
 
-/// Whether the kernel reads a problem's keys in place by default.
+/// Whether, by default, the kernel reads a problem's keys where they lie.
 pub(crate) fn reads_as_it_lies(problem: &FwdProblem) -> bool {
     accepts(problem).is_ok() && (!problem.layout.kv.is_paged() || reads_pages_by_tma(problem))
 }
@@ -136,7 +135,7 @@ pub(crate) fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64
     };
     let shape = problem.shape_bias(bias.broadcast);
     let Strides { batch, seq, head, .. } = bias.strides;
-    // A map has one head or one batch where their stride is 0, but all the rows.
+    // The bias's tensor map has extent 1 for heads or sequences with stride 0, but it always has all rows.
     [("seq", seq, shape.seq, 1), ("head", head, shape.head, 0), ("batch", batch, shape.batch, 0)]
         .into_iter()
         .find(|&(_, stride, extent, least)| {

@@ -1,5 +1,5 @@
-//! Fields of the tile by name, `block_m=128 stages=3`, as the command, the benches and plan options say it;
-//! which go together.
+//! Sets the tile's fields by name, `block_m=128 stages=3`, as the command, the benches and plan options write them, and
+//! checks that the fields go together.
 
 use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::{FwdSpec, KvKind};
@@ -65,7 +65,7 @@ impl Sm90Tile {
         Ok(())
     }
 
-    /// Whether a tile may have only a part of its sequence's keys.
+    /// Whether a tile may process only a part of its sequence's keys.
     pub(super) fn takes_parts(&self) -> bool {
         self.cluster == 1 && !self.skip_row_max && self.prepare_v == PrepareV::InTile
     }
@@ -300,7 +300,7 @@ impl Sm90Tile {
                 self.block_n
             ));
         }
-        // P's offset and the threshold together stay below log2 of the largest number: 448 and 57344.
+        // P's offset plus the threshold must stay below log2 of the largest number: 448 (E4M3) and 57344 (E5M2).
         let range = if v == DType::E4m3Fn { 8 } else { 15 };
         if self.lazy_rescale_log2 > range {
             return refuse(format!(

@@ -1,9 +1,9 @@
-//! Cost of a forward call, by a model: of tiles of other shapes, and of each order of a masked call's tiles.
+//! Models the cost of a forward call for tiles of several shapes and, under a mask, for each order of the tiles.
 //!
-//! A worker (a CTA or a cluster) computes tiles one after another, each with some blocks of keys. A fixed order
-//! costs nothing, but leaves workers idle if tiles differ in length; a counter balances them, but must be cleared
-//! by a step before the launch. The numbers were fitted to `measured.tsv`, against which a test checks the choices;
-//! the rates are an H200's.
+//! A worker (a CTA or a cluster) computes tiles one after another, each with some blocks of keys. A fixed order costs
+//! nothing, but leaves workers idle if tiles differ in length; a counter balances them, but must be cleared by a step
+//! before the launch. The numbers were fitted to `measured.tsv`, against which a test checks the choices; the rates are
+//! an H200's.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -31,8 +31,8 @@ fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     device / 132.0
 }
 
-/// Share of that rate that a tile with this many rows reaches: with a single warpgroup no products overlap its
-/// exponentials. Fitted to calls that take as long as their longest tile.
+/// Fraction of the rate of `tflops_of_sm` that a tile with this many rows reaches: with a single warpgroup no products
+/// overlap its exponentials. Fitted to calls that take as long as their longest tile.
 fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     match (row, block_m) {
         (128, 128) if is_fp8 => 0.95,
@@ -54,9 +54,9 @@ const KEYS_BESIDE: f64 = 8.0;
 /// Least relative gain for which another shape is chosen.
 pub const LEAST_GAIN_OF_SHAPE: f64 = 0.05;
 
-/// Microseconds of a launch besides its tiles.
+/// Microseconds of a launch in addition to its tiles.
 const LAUNCH_MICROS: f64 = 3.0;
-/// Microseconds of a tile besides its blocks: its first loads, and its end.
+/// Microseconds of a tile in addition to its blocks: its first loads, and its end.
 const TILE_MICROS: f64 = 1.2;
 /// Microseconds of the counter of dynamic orders: the launch waits for the step that clears it.
 const COUNTER_MICROS: f64 = 3.0;
@@ -118,13 +118,13 @@ pub(super) fn shapes_of_other_sizes(
     let (rows, keys) = (tile.block_m, tile.block_n);
     let taken = |&shape: &_| tile.of_shape(shape).check(spec, problem.gqa_ratio()).is_ok();
     if spec.dtype_v.is_fp8() {
-        // Fewer rows leave registers for the keys that the table's have not at D 128.
+        // With fewer rows, registers have room for more keys than the table's tile has at D 128.
         let keys = if widest(spec) == 128 { keys.max(128) } else { keys };
         let lower = [(128, keys), (64, keys)].into_iter().filter(|&(lower, _)| lower < rows);
         return lower.filter(taken).collect();
     }
     let heights = [128, 64].into_iter().filter(|&lower| lower < rows).map(|lower| (lower, keys));
-    // More keys than the table's have registers at D 128 alone.
+    // Only at D 128 do registers have room for more keys than the table's tile has.
     let more = (widest(spec) == 128 && rows == 128).then_some(keys + 16);
     let widths = [keys - 16, keys - 32].into_iter().filter(|&fewer| fewer >= 48).chain(more);
     let is_full = spec.mask == MaskKind::Full;
@@ -143,7 +143,7 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
         return Candidates::default();
     }
     let own = (tile.block_m, tile.block_n);
-    // A call of one or two blocks takes little more than its launch.
+    // A call of one or two blocks takes hardly more time than its launch.
     let has_walk = dims.seqlen_k > 2 * own.1.unsigned_abs();
     let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
     let is_of_these_sizes = |&(rows, keys): &(i32, i32)| {
@@ -177,7 +177,7 @@ fn takes_shapes(tile: &Sm90Tile, problem: &FwdProblem, spec: &FwdSpec) -> bool {
 /// Largest number of key blocks for which the waste in the last block matters.
 const MOST_SHORT_BLOCKS: u32 = 16;
 
-/// Microseconds of a call of the problem's largest lengths.
+/// Modelled microseconds of a call with the problem's largest lengths.
 pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> f64 {
     let cluster = tile.cluster.unsigned_abs();
     let workers = (num_sms / cluster).max(1) as usize;
@@ -242,8 +242,8 @@ fn tiles_in_total(schedule: &TileSchedule, lengths: &[f64]) -> f64 {
     f64::from(schedule.num_heads) * lengths.iter().sum::<f64>()
 }
 
-/// Time at which the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every
-/// second round from the last on.
+/// Time at which the last worker is done if worker t mod `workers` computes tile t; with `backwards` every second round
+/// is reversed.
 fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bool) -> f64 {
     let mut busy = vec![0.0; workers];
     for (index, length) in tiles.enumerate() {
@@ -253,9 +253,9 @@ fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bo
     busy.into_iter().fold(0.0, f64::max)
 }
 
-/// Time at which the last worker ends if each takes the next tile as soon as it is free.
+/// Time at which the last worker is done if each takes the next tile as soon as it is free.
 fn end_of_claims(tiles: impl Iterator<Item = f64>, workers: usize) -> f64 {
-    // Whole nanoseconds have an order.
+    // The heap needs an order, which floating-point numbers do not have, so times are whole nanoseconds.
     let mut free: BinaryHeap<Reverse<u64>> = (0..workers).map(|_| Reverse(0)).collect();
     let mut last = 0;
     for length in tiles {

@@ -12,7 +12,7 @@ use crate::schedule;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 use crate::{round_up, tile_list, within};
 
-/// The kernel for a spec and a tile. What it binds is in the crate's README.
+/// The forward kernel for a spec and a tile. The crate's README lists its arguments.
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, false)

@@ -32,7 +32,7 @@ pub struct Sm90 {
     list: Option<TileListPlan>,
 }
 
-/// A V that is prepared in the workspace: its parameters, and the offsets of its parts.
+/// Parameters of a V that is prepared in the workspace, and the offsets of its parts there.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct ValuesPlan {
     values: PreparedValues,
@@ -45,7 +45,7 @@ impl ValuesPlan {
     fn new(values: PreparedValues, tile: &Sm90Tile, spec: &FwdSpec, counter_bytes: u64) -> (Self, Workspace) {
         let counts = counter_bytes;
         let zeroed_bytes = counts + values.counts_bytes(tile);
-        // Whole lines of the L2.
+        // The blocks begin at multiples of 128 bytes, the L2's lines.
         let blocks = zeroed_bytes.next_multiple_of(128);
         let bytes = blocks + values.blocks_bytes(spec, tile);
         (Self { values, counts, blocks }, Workspace { bytes, zeroed_bytes })
@@ -68,9 +68,9 @@ impl ValuesPlan {
     }
 }
 
-/// The reason why a problem of few queries is left to `sm80`: the [price](split::price) of `sm80` is lower, or
-/// nearly so. `sm80` reads an FP8 cache in place, which for this kernel a launch must convert first; and one kernel
-/// must serve both types of a cache, so that their bits are equal (CONTRACT.md).
+/// The reason why a problem of few queries is left to `sm80`: the [price](split::price) of `sm80` is lower, or higher
+/// by at most the factor [`NEARLY`]. `sm80` reads an FP8 cache in place, which for this kernel a launch must convert
+/// first; and one kernel must serve both types of a cache, so that their bits are equal (CONTRACT.md).
 #[must_use]
 pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     /// Largest time of `sm80`, relative to this kernel's, for which a problem is left to it.
@@ -81,7 +81,8 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     (theirs < NEARLY * ours).then(|| format!("it would take {ours:.0} us, sm80 {theirs:.0}"))
 }
 
-/// Whether a kv head has too many rows for a problem to be left to `sm80` by its price and so by its batch.
+/// Whether a kv head has so many rows that the problem is not left to `sm80`: its price, and so the kernel, would
+/// depend on the batch.
 fn has_many_rows(problem: &ValidFwd) -> bool {
     problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > sm80::MOST_SHORT_ROWS
 }
@@ -107,8 +108,8 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts, row_invariant: bool) 
     }
     let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     if is_paged && rows <= ROWS_OF_A_WARP {
-        // Fixed parts leave few CTAs, each of which waits for its copies: over 4096 keys in pages of 64, an H200's
-        // sm80 took 72 us for one token, this kernel 29 us for sixteen.
+        // Fixed parts give few CTAs, each of which waits for its copies: over 4096 keys in pages of 64, an H200's sm80
+        // took 72 us for one token, this kernel 29 us for sixteen.
         if row_invariant {
             return Ok(());
         }
@@ -137,8 +138,8 @@ fn leave_to_widened(problem: &ValidFwd) -> Result<(), String> {
     ))
 }
 
-/// Refuses pages that TMA does not read, and queries of FP8, where a row's bits are to depend on its sequence alone,
-/// whatever the batch and however many queries there are: one kernel has all calls over pages of a size.
+/// Refuses pages that TMA does not read, and FP8 queries, in plans where a row's bits must depend on its sequence
+/// alone: one kernel must then compute all calls over pages of this size, whatever the batch and the number of queries.
 fn leave_pages(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     let is_ours = !problem.dtypes.qk.is_fp8() && sm90::reads_pages_by_tma(problem);
     match sm80::accepts(problem, facts.instructions.converts_fp8) {
@@ -348,8 +349,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             promises: Promises {
                 deterministic: true,
                 // Batch invariance does not hold if a short query's keys may be split, since a long one's are not,
-                // unless parts have a fixed number of keys; nor with lists, where a row's order depends on its
-                // tile, since blocks cut for any row of it come first.
+                // unless parts have a fixed number of keys; nor with lists, where a row's order depends on its tile,
+                // since blocks that are partly masked for any row of the tile come first.
                 batch_invariant: list.is_none()
                     && tile.is_batch_invariant(&spec)
                     && (options.batch_invariant || split::is_never_cut(problem, tile.block_n, true)),
@@ -466,9 +467,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
                 last,
             ];
             let count = 3 + usize::from(call.problem.arrivals > 0 || tile.prepare_v == PrepareV::Beside);
-            // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or of
-            // keys that come ArrivalParams; `check_fwd` saw that the memory covers the problem, and the maps were made
-            // for the same extents.
+            // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or for
+            // keys that arrive while it runs ArrivalParams; `check_fwd` saw that the memory covers the problem, and the
+            // maps were made for the same extents.
             unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
         let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));
@@ -496,7 +497,7 @@ pub(crate) fn fit_like(
     }
     let is_cached = problem.cache.dtype.is_some();
     if options.kernel.is_none() && is_cached {
-        // Whether the call goes to `sm80` was decided by the call on a 16-bit cache.
+        // The call on a 16-bit cache has already decided whether `sm80` computes this call.
         leave_to_widened(problem).map_err(refuse)?;
     } else if options.kernel.is_none() && options.tile.is_empty() {
         let is_paged = problem.layout.kv.is_paged();
@@ -540,7 +541,7 @@ pub(crate) fn fit_like(
     Ok((tile, shapes, orders))
 }
 
-/// Spec of a launch.
+/// Spec for which a launch is compiled.
 fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = sm90::spec_of(problem);
     if options.row_invariant { row_order::under_a_mask(spec) } else { spec }
@@ -609,7 +610,7 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     words.join(", ")
 }
 
-/// Boxes of each tensor that one TMA instruction brings.
+/// Boxes of each tensor that one TMA instruction loads.
 #[must_use]
 pub fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };

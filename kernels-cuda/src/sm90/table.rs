@@ -20,8 +20,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     choose_tile_as(problem, None)
 }
 
-/// The tile for a problem, with the heads of a group side by side if `packs` says so; a tile that does not support
-/// this stays unchanged.
+/// The tile for a problem, with packed heads of a group if `packs` says so; a tile that does not support this stays
+/// unchanged.
 pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90Tile {
     let spec = spec_of(problem);
     let dims = problem.dims;
@@ -34,11 +34,11 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         // Three warpgroups would leave too few registers to the threads that copy or look up pages.
         tile.block_m = tile.block_m.min(128);
     }
-    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
+    // A short query packs the heads of a group if that saves a tenth of the rows.
     if (2..=64).contains(&ratio) {
         let block_m = i64::from(tile.block_m);
         let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
-        // Queries of a tile, which has whole groups.
+        // Number of queries of a tile that has whole groups of heads.
         let queries = block_m / i64::from(ratio);
         let packed = (seqlen_q + queries - 1) / queries;
         // A group that does not fill its tiles has a tile that no bundle contains, which pays off only for few
@@ -57,7 +57,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     match (widest(&spec), spec.mask) {
         (128, _) if tile.block_m == 192 && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
-            // Four stages of FP8 fit with smaller blocks, but not with these.
+            // Four stages of FP8 fit with smaller blocks, but not with blocks of this size.
             tile.stages = tile.stages.min(3);
         }
         (128, MaskKind::Full) if !modifies(&spec) && tile.pv != ValueProduct::F16 && dims.seqlen_k < 4096 => {
@@ -84,7 +84,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     }
     tile.place(problem);
 
-    // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
+    // For larger caps, 2 c / (1 + exp(2 y / c)) loses accuracy for y far below c: its error is some 3e-7 c.
     if problem.score.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
         tile.fast_softcap = false;
         tile.take_registers(&spec);
@@ -160,7 +160,7 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
 /// Most queries of a sequence whose keys CTAs divide into equal shares.
 const MOST_SHARED_QUERIES: u32 = 32;
 
-/// Whether the [price] of few queries is meant for a problem.
+/// Whether a problem has few queries over many keys, for which the [price] was made.
 fn is_decode(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
     let is_cache = dims.seqlen_k > dims.seqlen_q || problem.layout.seqused_k;
@@ -193,7 +193,8 @@ pub fn ways_of_few(problem: &FwdProblem, num_sms: u32) -> Vec<Sm90Tile> {
     ways(problem, choose_tile(problem), num_sms)
 }
 
-/// All ways in which a tile of few queries can have its keys: whole, in parts of several lengths, and in equal shares.
+/// All ways to divide the keys of a tile of few queries: not at all, into parts of several lengths, and into equal
+/// shares.
 fn ways(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Vec<Sm90Tile> {
     let mut cut = Sm90Tile { skip_row_max: false, ..whole };
     if !cut.takes_parts() || !split::may_be_cut(problem, cut.block_n.unsigned_abs()) {
@@ -207,7 +208,7 @@ fn ways(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Vec<Sm90Tile> {
     [whole].into_iter().chain(parts).chain(in_shares(problem, cut, num_sms)).collect()
 }
 
-/// The tile whose CTAs have equal shares of all sequences' blocks, where it can.
+/// The tile whose CTAs have equal shares of all sequences' blocks, if the problem allows shares.
 fn in_shares(problem: &FwdProblem, cut: Sm90Tile, num_sms: u32) -> Option<Sm90Tile> {
     let mut tile = Sm90Tile { block_m: cut.block_m.min(128), ..cut };
     tile.place(problem);
@@ -358,10 +359,10 @@ pub const PREPARE_BEFORE_ROWS: u64 = 8192;
 /// Most bytes of workspace for a prepared V.
 pub const PREPARED_BYTES: u64 = 1 << 30;
 
-/// A row-major V of FP8 that many tiles read is prepared once: the products wait for no value role, and
-/// shared memory has no second ring of V, which another stage takes. The bits of O are those of the same
-/// blocks of keys prepared in each tile. Beside the tiles where a head's tiles come one after another; where
-/// a mask lets many heads' begin at once, they would wait.
+/// A row-major V of FP8 that many tiles read is prepared once: the products wait for no value role, and shared memory
+/// has no second ring of V, which another stage takes. The bits of O are those of the same blocks of keys prepared in
+/// each tile. Spare warps prepare V beside the tiles if a head's tiles run one after another; where a mask lets tiles
+/// of many heads begin at once, these would wait.
 ///
 /// TFLOP/s on an H200, e4m3, in each tile, beside, by a launch. Full: D 128 at 2k, 4k, 8k, 16k 833, 836, 801;
 /// 861, 907, -; 906, 954, 938; 932, 990, 978, with 128 rows and keys 4k 907 beside 889, 8k 942, 16k 963; D
@@ -373,13 +374,13 @@ fn prepare_values_once(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile
     let dims = problem.dims;
     let rows = u64::from(dims.seqlen_q) * u64::from(problem.gqa_ratio());
     let (prepare_v, least) = match (widest(spec), spec.mask) {
-        // D 192, us, in each tile, by a launch, beside: 6912 rows behind 5747 keys causal 901, 847; of 2985
-        // rows full 697, 681, 670, of 3360 61.3, 59.0, 60.3.
+        // Times of D 192 in us, with V prepared in each tile, by a launch, and beside the tiles: 6912 rows behind 5747
+        // keys causal 901, 847; of 2985 rows full 697, 681, 670, of 3360 61.3, 59.0, 60.3.
         (192, MaskKind::Upper) => (PrepareV::Before, PREPARE_BEFORE_ROWS * 7 / 8),
         (192, MaskKind::Full) => (PrepareV::Beside, PREPARE_BESIDE_ROWS * 2 / 3),
         (64, MaskKind::Full) | (_, MaskKind::Upper) => (PrepareV::Before, PREPARE_BEFORE_ROWS),
         (_, MaskKind::Full) => (PrepareV::Beside, PREPARE_BESIDE_ROWS),
-        // Few tiles read a block.
+        // In a window only few tiles read a block of V.
         (_, MaskKind::Band) => return,
     };
     let of_v = spec.dtype_v.is_fp8() && spec.v_layout == VLayout::RowMajor;
@@ -412,7 +413,7 @@ pub(super) fn modifies(spec: &FwdSpec) -> bool {
     modifies_score(spec) || spec.dropout
 }
 
-/// Whether scores are.
+/// Whether scores are modified between the products Q K and P V.
 fn modifies_score(spec: &FwdSpec) -> bool {
     spec.softcap || spec.bias != BiasKind::None || spec.code != CodeKind::None
 }
@@ -429,21 +430,21 @@ pub(super) fn adds_wide_elements(spec: &FwdSpec) -> bool {
     spec.bias == BiasKind::Elementwise && alone && spec.dtype_bias.size_bytes() == 2
 }
 
-/// The table's row for a head dimension: above 128, for the row length in shared memory.
+/// The table's row for a head dimension. Above 128 it is that of the row's length in shared memory.
 const fn row_of(head_dim: i32, dtype: DType) -> i32 {
     if head_dim > 128 { tile_dim(head_dim, dtype) } else { padded_dim(head_dim) }
 }
 
-/// The larger head dimension's row.
+/// The table's row for the larger of the two head dimensions.
 pub(super) const fn widest(spec: &FwdSpec) -> i32 {
     let (qk, v) = (row_of(spec.head_dim_qk, spec.dtype_qk), row_of(spec.head_dim_v, spec.dtype_v));
     if qk > v { qk } else { v }
 }
 
-/// Clusters of two that load half of K and V each, where that was measured to gain: half the traffic from the L2,
-/// whose energy the tensor cores then have.
+/// Sets clusters of two CTAs that each load half of K and V, where that was measured to be faster: traffic from the L2
+/// is halved, and the power that it takes is left to the tensor cores.
 ///
-/// TFLOP/s on an H200, bf16, the lone CTA first. D 128 full 766 and 767 at 4k; causal 733 and 725 at 4k, 784 and 784 at
+/// TFLOP/s on an H200, bf16, single CTAs first. D 128 full 766 and 767 at 4k; causal 733 and 725 at 4k, 784 and 784 at
 /// 8k, 807 and 814 at 16k; a group's heads 784 and 795 at 8k. D 192 at 8k: full 832 and 838, causal 803 and 815;
 /// 192/128 824 and 829, 797 and 803. D 256 full 823 and 829 at 4k, 850 and 855 at 16k; causal 756 and 754 at 4k, and in
 /// clusters it spills. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
@@ -457,7 +458,7 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let least = match (widest(spec), spec.mask) {
         (128 | 256, MaskKind::Full) => 4096,
         (192, MaskKind::Full | MaskKind::Upper) => 8192,
-        // D 200 at 10752 1187 us alone, 1062 in clusters; D 248 spills in them, as 256 does.
+        // Times of D 200 at 10752: 1187 us with single CTAs, 1062 in clusters; D 248 spills in clusters, as 256 does.
         (256, MaskKind::Upper) if begins_amid_sectors(problem) && dims.head_dim_v <= 240 => 8192,
         (128, MaskKind::Upper) if pairs_of_heads => 8192,
         (128, MaskKind::Upper) => 16384,
@@ -474,7 +475,7 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     }
 }
 
-/// Whether rows of K or V begin amid the L2's sectors of 32 bytes.
+/// Whether rows of K or V begin in the middle of the L2's 32-byte sectors.
 fn begins_amid_sectors(problem: &FwdProblem) -> bool {
     strides(problem).any(|(name, _, stride)| name != "q" && stride % 16 != 0)
 }
@@ -485,9 +486,9 @@ fn begins_amid_sectors(problem: &FwdProblem) -> bool {
 pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     let v = row_of(spec.head_dim_v, spec.dtype_v);
     let full = spec.mask == MaskKind::Full;
-    // (block_m, block_n, lookahead, wait_anchor)
+    // The tuple has block_m, block_n, lookahead and wait_anchor.
     let (block_m, block_n, lookahead, wait_anchor) = match widest(spec) {
-        // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike. 16: full 587 beside 596,
+        // With wait_anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike. 16: full 587 beside 596,
         // causal 511 beside 517 at 4k.
         64 => (192, 128, true, 8),
         // Two warpgroups and 176 keys: 645 beside 680 at 8k. Anchor 0: 733 beside 739; causal 702 beside 706.
@@ -495,7 +496,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         128 if full => (128, 160, true, 40),
         // 144 keys: 8k 773 beside 784.
         128 => (128, 128, true, 32),
-        // FP8 alone.
+        // Only FP8 has this row.
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
         // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815. Causal
@@ -522,7 +523,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
             TileOrder::Dynamic
         },
         ping_pong: PingPong::AtIssue,
-        // A tile that has no room for a second Q.
+        // A tile without room for a second Q looks ahead with a spare piece, or not at all.
         lookahead: match (lookahead, widest(spec) >= 192) {
             (false, _) => Lookahead::Off,
             (true, false) => Lookahead::SecondQ,
@@ -571,7 +572,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);
     }
-    // A soft-cap alone spills too beside FP8's own accumulators of sums.
+    // With FP8, whose sums have accumulators of their own, a soft-cap alone spills too.
     let heavy = modifies(spec) && (!modifies_lightly(spec) || tile.flushes_output());
     if adds_wide_elements(spec) && !spec.dropout {
         tile.take_bias(spec);
@@ -607,7 +608,7 @@ impl Sm90Tile {
         self.wait_anchor = self.wait_anchor.min(self.block_n / 2);
     }
 
-    /// Leaves registers to modifiers of scores or P: smaller blocks, no lookahead, no second path for blocks.
+    /// Frees registers for score modifiers or dropout: smaller blocks, no lookahead, no second loop for blocks.
     fn take_registers(&mut self, spec: &FwdSpec) {
         self.block_n = self.block_n.min(if widest(spec) > 192 { 64 } else { 96 });
         (self.lookahead, self.wait_anchor, self.skip_row_max) = (Lookahead::Off, 0, false);
@@ -630,7 +631,7 @@ impl Sm90Tile {
         if self.pv != ValueProduct::F16 {
             self.take_fp8_products(spec);
         } else if spec.v_layout == VLayout::ColMajor {
-            // Along keys whole swizzles of 32 bytes.
+            // Along keys, rows are whole swizzle spans of 32 bytes.
             self.block_n = self.block_n / 32 * 32;
         } else if widest(spec) == 128 && !modifies(spec) {
             (self.block_m, self.block_n, self.wait_anchor, self.stages) = (192, 80, 20, 4);
@@ -677,8 +678,8 @@ impl Sm90Tile {
         self.skip_row_max &= widest(spec) <= 192 && (self.block_m < 192 || spec.mask == MaskKind::Full);
     }
 
-    /// Adjusts a tile for dropout as the only modifier: two bits a score are known before it, which takes few
-    /// registers more.
+    /// Adjusts a tile for dropout as the only modifier: dropout is decided before the scores are known, which takes few
+    /// more registers.
     ///
     /// Causal bf16 on an H200, TFLOP/s: D 64 152 with three warpgroups and 96 keys, 156 with lookahead, 178
     /// with two, 128 keys and no row-max reductions; D 128 275 with 96 keys, 278 with lookahead and 128, 292

@@ -12,7 +12,7 @@ use crate::schedule::TileSchedule;
 /// The launch's name in plans.
 pub const PREPARE_NAME: &str = "prepare_values";
 
-/// Threads of a CTA of that launch, a warp to a unit of work.
+/// Threads of a CTA of the launch that prepares V; each warp has a unit of work.
 pub const PREPARE_THREADS: u32 = 256;
 
 /// Where a row-major V of FP8 is converted to f16, or transposed.
@@ -21,7 +21,7 @@ pub enum PrepareV {
     /// V is prepared in shared memory, by each tile's CTA, block by block. A V that needs no preparation is loaded
     /// unchanged.
     InTile,
-    /// Prepared in the workspace, by a launch before the kernel.
+    /// V is prepared in the workspace, by a launch before the kernel.
     Before,
     /// V is prepared in the workspace by spare warps of the kernel's CTAs, while tiles are computed.
     Beside,
@@ -30,20 +30,20 @@ pub enum PrepareV {
 abi_enum!(PrepareV { InTile, Before, Beside });
 
 abi_struct! {
-    /// A V that is prepared in the workspace, a kernel argument.
+    /// Kernel argument that describes a V prepared in the workspace.
     pub struct PreparedValues {
-        /// Blocks of V, `[sequence, kv head, block]`.
+        /// Prepared blocks of V, `[sequence, kv head, block]`.
         pub blocks: DevPtr<Untyped>,
         /// Counters if V is prepared by spare warps: work items taken, then finished work items of each block.
         /// Zeroed before each launch.
         pub counts: DevPtr<i32>,
-        /// Blocks of the longest sequence.
+        /// Number of blocks of the longest sequence.
         pub num_blocks: i32,
-        /// Sequences times kv heads.
+        /// Number of sequences times kv heads.
         pub num_heads: i32,
         /// Number of kv heads whose blocks are prepared together.
         pub heads_per_group: i32,
-        /// Units of work: keys of a block of a kv head.
+        /// Number of units of work; a unit is some keys of a block of a kv head.
         pub num_units: i32,
     }
 }
@@ -94,7 +94,7 @@ impl PreparedValues {
         })
     }
 
-    /// CTAs of the launch before.
+    /// Number of CTAs of the launch that prepares V before the kernel.
     #[must_use]
     pub fn grid(&self) -> u32 {
         self.num_units.unsigned_abs().div_ceil(PREPARE_THREADS / 32).max(1)
@@ -116,13 +116,13 @@ impl PreparedValues {
     }
 }
 
-/// Bytes of a block.
+/// Bytes of a prepared block of V.
 pub(super) fn block_bytes(spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
     let [rows, columns] = tile.prepared_block(spec);
     u64::from((rows * columns * elem_bytes(tile.prepared_type(spec))).unsigned_abs())
 }
 
-/// Rule of the device's function of that name.
+/// Number of units of work in a block: the device's function of this name has the same rule.
 fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
     let dim = padded_dim(spec.head_dim_v);
     let keys = if (tile.pv != ValueProduct::F16 || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };
@@ -130,7 +130,7 @@ fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
     i64::from(tile.block_n / keys * parts)
 }
 
-/// An entry's assertion that the device agrees.
+/// An entry's assertion that host and device agree on the number of units.
 pub(super) fn assert_units(spec: &FwdSpec, tile: &Sm90Tile) -> String {
     format!(
         "static_assert(sm90::units_per_block(kSpec, kTile) == {}, \"units of V: host and device disagree\"); ",
@@ -138,7 +138,7 @@ pub(super) fn assert_units(spec: &FwdSpec, tile: &Sm90Tile) -> String {
     )
 }
 
-/// The launch before the kernel: arguments `FwdParams`, [`PreparedValues`].
+/// The launch that prepares V before the kernel. Its arguments are `FwdParams` and [`PreparedValues`].
 #[must_use]
 pub fn prepare_values(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];

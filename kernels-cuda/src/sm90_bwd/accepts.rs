@@ -79,7 +79,7 @@ pub(crate) fn takes(problem: &BwdProblem, name: &'static str) -> Result<(), Refu
     Ok(())
 }
 
-/// V's strides and extents, with rows and elements exchanged if it is column-major.
+/// Strides and extents of V in memory: rows and elements are exchanged if it is column-major.
 pub(crate) fn as_it_lies(layout: VLayout, strides: Strides, shape: Shape) -> (Strides, Shape) {
     match layout {
         VLayout::RowMajor => (strides, shape),
@@ -90,7 +90,7 @@ pub(crate) fn as_it_lies(layout: VLayout, strides: Strides, shape: Shape) -> (St
     }
 }
 
-/// The first stride in use that is no whole number of 16 bytes of a 16-bit type, or too large for TMA.
+/// The first stride in use that is not a multiple of 16 bytes for a 16-bit type, or is too large for TMA.
 pub(crate) fn odd_stride(strides: Strides, shape: Shape) -> Option<(&'static str, i64)> {
     [
         ("batch", strides.batch, shape.batch),

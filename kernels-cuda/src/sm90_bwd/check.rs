@@ -8,7 +8,7 @@ use super::spec::{own_width, padded_dim};
 use super::tile::{SPLIT_QUERIES, Sm90BwdTile, transposes_dq};
 use super::walk::{BwdWalk, DqPath};
 
-/// Registers of a consumer's accumulators that leave room for the rest.
+/// Most registers of a consumer's accumulators: the rest of the thread's registers is needed for other values.
 const MAX_ACCUMULATORS: i32 = 216;
 
 impl Sm90BwdTile {
@@ -51,8 +51,8 @@ impl Sm90BwdTile {
 
     /// Checks how dQ is added to its sums, and which launch converts these sums to dQ.
     fn check_way_of_dq(&self, spec: &BwdSpec) -> Result<(), String> {
-        // Without a mask the ordered key blocks of a group wait for each other: with a tile index taken ahead, a
-        // CTA would wait for its own present tile.
+        // Without a mask the ordered key blocks of a group wait for each other: if a CTA took its next tile index
+        // ahead, it could wait for its own present tile.
         if spec.deterministic && !self.keeps_dq_apart() && self.persistent && spec.fwd.mask == MaskKind::Full
         {
             return Err(
@@ -88,7 +88,8 @@ impl Sm90BwdTile {
     fn check_roles(&self) -> Result<(), String> {
         let walk = self.walk;
         let set = walk.name();
-        // Half of the registers that the load role leaves must be a multiple of eight.
+        // The registers that the load role leaves are divided between two consumers, and half of them must be a
+        // multiple of eight.
         if !matches!(self.load_registers, 24 | 40) {
             return Err(format!("load_registers {} is not 24 or 40", self.load_registers));
         }
@@ -105,7 +106,7 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// Blocks that are in shared memory at a time.
+    /// Checks the number of blocks that are in shared memory at a time.
     fn check_stages(&self, spec: &BwdSpec) -> Result<(), String> {
         let walk = self.walk;
         let set = walk.name();
@@ -137,7 +138,7 @@ impl Sm90BwdTile {
         if walk.has_next_scores() && self.stages_q < 2 {
             return Err(format!("stages_q {}: walk {set} holds two blocks of Q at a time", self.stages_q));
         }
-        // 16 rows of 64 columns of each warp at a time.
+        // A warp stages 16 rows of 64 columns at a time in shared memory.
         let staged = 4 * self.num_consumers() * 16 * 64 * 2;
         if self.vector_store && spec.dtype_grad != DType::F32 && staged > self.ds_bytes() {
             return Err(format!(
@@ -163,7 +164,8 @@ impl Sm90BwdTile {
             ));
         }
         let (queries, of_dk, of_dv) = self.consumer_columns(spec);
-        // Four calls of the generator, of eight queries each; in two halves where the next scores are early.
+        // One step of the generator decides for four calls of eight queries each, or half of that where the next scores
+        // are started early.
         let decided = if walk == BwdWalk::EarlyScores { 64 } else { 32 };
         if spec.fwd.dropout && queries % decided != 0 {
             return Err(format!(

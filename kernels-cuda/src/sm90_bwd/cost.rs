@@ -1,5 +1,5 @@
-//! Cost of a call's choices, by a model: how many tiles share a kv head's query heads, how dQ reaches its
-//! sums and where they become dQ, and where delta is made.
+//! Cost of a call's choices, by a model: how many tiles share a kv head's query heads, how dQ is added to its sums,
+//! which launch converts the sums to dQ, and which launch computes delta.
 //!
 //! A multiprocessor computes tiles one after another, each a key block with the query blocks that see it, for some
 //! query heads. Few long tiles leave multiprocessors idle at the end; many short tiles give more sums of dK and dV
@@ -26,7 +26,7 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
         (64, _) => 600.0,
         (128, _) => 655.0,
         (192, BwdWalk::HalfBlocks) => 555.0,
-        // Fitted to steps: 2.19 us of 64 queries and keys.
+        // Fitted to the time of steps: 2.19 us for 64 queries and 64 keys.
         (192, _) => 474.0,
         _ => 525.0,
     };
@@ -79,7 +79,7 @@ pub(super) fn least_gain(problem: &BwdProblem) -> f64 {
 pub(super) const PACKED_SHARE: f64 = 0.5;
 const PACKED_TAIL: f64 = 0.5;
 
-/// Prices of those given numbers of parts that the problem may have.
+/// Prices of those numbers of parts among the given ones that the problem allows.
 pub(super) fn head_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -104,7 +104,7 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     let (num_blocks, num_keys) = (dims.seqlen_q.div_ceil(rows), dims.seqlen_k.div_ceil(keys) as usize);
     let mut steps = Vec::with_capacity(num_keys * query_parts as usize);
     for part in 0..query_parts {
-        // Differences of the number of key blocks at each query block, which are summed up at last.
+        // Changes in the number of key blocks from one query block to the next; the running sum gives the numbers.
         let mut changes = vec![0_i64; num_keys + 1];
         for block in num_blocks * part / query_parts..num_blocks * (part + 1) / query_parts {
             let first = block * rows;
@@ -141,13 +141,13 @@ pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
     (sums / (MOST_SUMS_OF_PART * step_micros(tile, spec))).ceil() as u32
 }
 
-/// A query block against a tile's keys.
+/// Microseconds in which a tile processes one query block against its keys.
 fn step_micros(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
     let flops = f64::from(tile.block_m) * f64::from(tile.block_n) * operations_of_pair(tile, spec);
     flops / tflops_of_sm(padded_dim(spec), tile.walk) * 1e-6
 }
 
-/// Megabytes of sums that the L2 keeps.
+/// Megabytes of sums that stay in the L2.
 const NEAR_SUMS_MB: f64 = 40.0;
 
 /// Most bytes of separate sums of dQ, one for each key block, that a call may have.
@@ -209,7 +209,7 @@ pub(super) fn wants_dq_apart(
     }
     let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * f64::from(parts);
     let units = f64::from(NUM_SMS) / f64::from(ordered.walk.cluster());
-    // Number of heads at work at a time: all heads, if they are launched side by side.
+    // Number of heads that are processed at the same time: all heads, if they are launched side by side.
     let at_a_time = heads.min(units);
     let longest = steps.iter().copied().max().map_or(0.0, f64::from);
     let heads_a_tile = f64::from(problem.fwd.gqa_ratio() / parts);
@@ -230,7 +230,7 @@ pub(super) fn wants_dq_apart(
     alone < 0.9 * in_order
 }
 
-/// Cost of a number of parts by the model.
+/// Modelled cost of dividing a kv head's queries into this number of parts.
 pub(super) fn of_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -270,7 +270,7 @@ fn micros(
     let group = tile.heads_per_l2_group(problem, spec, num_sms, parts).unsigned_abs() as usize;
     let heads_at_a_time = (group / parts.queries as usize).max(1);
     let last = if is_packed {
-        // Tiles of other lengths fill the idle multiprocessors.
+        // Shorter tiles fill the multiprocessors that would be idle.
         longest
     } else if are_alike {
         rounds as f64 * longest

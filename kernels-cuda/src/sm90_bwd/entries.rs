@@ -22,7 +22,7 @@ const PART_FOURS: u32 = 2;
 /// CTAs that round a key block's sums with `head_parts`, or add its parts' sums; the number divides `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
 
-/// The main kernel: arguments `BwdParams`, five tensor maps, `Sm90BwdSchedule`.
+/// The main kernel. Its arguments are `BwdParams`, five tensor maps and `Sm90BwdSchedule`.
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps(["main"; 2], ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
@@ -109,7 +109,8 @@ fn with_maps(
     crate::source(entry.render(), move || rendered(&spec, &tile))
 }
 
-/// The kernel before the main one: arguments `BwdParams`, `Sm90BwdSchedule`; a CTA to a query block of a query head.
+/// The kernel before the main one. Its arguments are `BwdParams` and `Sm90BwdSchedule`; it has a CTA for each query
+/// block of a query head.
 #[must_use]
 pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("preprocess", spec, tile)
@@ -138,14 +139,14 @@ impl Sm90BwdTile {
     }
 }
 
-/// The kernel after the main one with `head_parts`: the main kernel's arguments, a CTA to a key block of a kv
-/// head.
+/// The kernel that adds up dK and dV after the main one with `head_parts`. It has the main kernel's arguments, and a
+/// CTA for each key block of a kv head.
 #[must_use]
 pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("head_sums", spec, tile)
 }
 
-/// Repair kernel, the last one, of [`repair_ctas`] CTAs: the main kernel's arguments.
+/// The repair kernel, which runs last with [`repair_ctas`] CTAs. It has the main kernel's arguments.
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     // Four CTAs per multiprocessor: most calls have nothing to repair, and the launch then takes as long as its
@@ -208,7 +209,8 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 4] {
     }
     shapes.push(shape(dq, OperandA::Shared));
     if tile.walk.score_parts() > 1 {
-        // A chunk of dQ's columns, half of one, and dK with dS from shared memory.
+        // Shapes of products for three chunks of dQ's columns: a whole chunk, half of one, and dK with dS from shared
+        // memory.
         shapes.extend([64, dq - 64, of_dk].map(|n| shape(n, OperandA::Shared)));
     }
     [wgmma::header(&shapes), host_header(), fmha_core::masks::header(), tile_list::header()]

@@ -1,5 +1,5 @@
-//! Number of parts of a kv head's queries that tiles share: by the model, or for deterministic calls by
-//! `ordered_parts`.
+//! Chooses the number of tiles that share a kv head's queries, each with a part of them: by the model, or for
+//! deterministic calls by `ordered_parts`.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
@@ -12,12 +12,12 @@ use super::tile::Sm90BwdTile;
 /// 268 MB.
 const MOST_SUMS_BYTES: u64 = 1 << 30;
 
-/// Parts of a kv head's queries, which tiles share.
+/// Into how many parts a kv head's queries are divided, one for each tile that shares them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadParts {
     /// Number of parts of a kv head's query heads: a divisor of the GQA ratio.
     pub heads: u32,
-    /// Parts of the query blocks of each of these.
+    /// Number of parts into which the query blocks of each part of the heads are divided.
     pub queries: u32,
 }
 
@@ -69,16 +69,16 @@ impl Sm90BwdTile {
         let ratio = problem.fwd.gqa_ratio();
         let tiles = self.tiles_of_all_heads(problem);
         let by_rule = self.parts_by_rule(problem, spec, num_sms);
-        // Many tiles fill the multiprocessors without parts. The main kernel finishes dQ by whole heads only.
+        // Many tiles fill the multiprocessors without parts. A main kernel that finishes dQ needs whole heads.
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
         let share = if is_packed { cost::PACKED_SHARE } else { 1.0 };
         let with_work = share * tiles as f64 * f64::from(ratio);
         let few_tiles = tiles > 0 && with_work < 4.0 * f64::from(num_sms) && !self.finishes_dq();
         let queries: &[u32] = match problem.fwd.mask.kind() {
             _ if !few_tiles => &[1],
-            // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a
-            // mask B2 H3 D64 of 2560 and 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of
-            // 130 to 768 in five parts and ten 59 and 69.
+            // Times on an H200 with one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a
+            // mask B2 H3 D64 of 2560 and 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of 130 to 768
+            // in five parts and ten 59 and 69.
             MaskKind::Full if is_packed && ratio == 1 => &[1, 4],
             _ if is_packed => &[1],
             _ => &[1, 2, 3, 4],

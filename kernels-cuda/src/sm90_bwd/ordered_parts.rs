@@ -1,4 +1,4 @@
-//! Parts of a kv head's queries in deterministic calls, by a rule that no batch changes.
+//! Number of parts of a kv head's queries in deterministic calls, by a rule that does not depend on the batch.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, MaskKind, QLayout};
@@ -65,21 +65,21 @@ impl Sm90BwdTile {
         (most, (rows * if is_full { 1 } else { 2 }).div_ceil(ratio.max(1)))
     }
 
-    /// Number of parts in a row-invariant plan: it depends on the heads alone, for all lengths, and gives a
-    /// sequence eight heads.
+    /// Number of parts in a row-invariant plan. It depends on the number of heads alone, so it is the same for all
+    /// lengths, and gives a sequence eight heads.
     #[must_use]
     pub(super) fn parts_in_row_order(problem: &BwdProblem) -> u32 {
         let kv_heads = problem.fwd.dims.num_heads_kv.max(1);
         divisor_from(problem.fwd.gqa_ratio(), ORDERED_HEADS.div_ceil(kv_heads))
     }
 
-    /// Parts that give a long sequence eight heads.
+    /// Number of parts that gives a long sequence eight heads.
     fn parts_of_long(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let kv_heads = problem.fwd.dims.num_heads_kv.max(1);
         let of_heads = divisor_from(ratio, ORDERED_HEADS.div_ceil(kv_heads));
         match problem.fwd.mask.kind() {
-            // A window leaves a key few products.
+            // In a window a key has few queries, so parts would be too short.
             MaskKind::Band => 1,
             MaskKind::Upper => of_heads,
             // All key blocks are equally long, and more heads are only needed so that groups fill the

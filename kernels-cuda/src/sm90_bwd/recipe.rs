@@ -32,13 +32,13 @@ pub struct Sm90Bwd {
     /// The schedule of the kernel of dBias, if dBias is wanted.
     dbias: Option<Sm90BwdSchedule>,
     workspace: BwdWorkspace,
-    /// Offset in the workspace of the sums of heads' parts.
+    /// Offset in the workspace of the sums of dK and dV to which the parts of kv heads add.
     head_sums: u64,
     /// List of the blocks of queries that each key block processes under masks as data (tensors).
     list: Option<TileListPlan>,
 }
 
-/// The main kernel's second argument.
+/// The main kernel's second argument: its tensor maps.
 #[repr(C, align(128))]
 struct Maps {
     q: TensorMap,
@@ -115,7 +115,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             .workspace(problem, &spec, &schedule, q_blocks)
             .and_then(|workspace| workspace.with_captured(problem, 1))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        // The sums of heads' parts follow the rest of the workspace.
+        // The sums of dK and dV of kv heads' parts follow the rest of the workspace.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
         let (list, bytes) = match tile_list::serve(problem.fwd()) {
@@ -149,7 +149,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             tiles: blocks.into(),
             ..row_launch(at, source, grid(blocks, sm90_bwd::ROW_THREADS), facts)
         };
-        // CTAs that finish dQ, unless the main kernel does; those of dSink's heads follow.
+        // CTAs that finish dQ come first, unless the main kernel finishes it; CTAs for dSink, one a head, follow.
         let finished = if tile.finishes_dq() { 0 } else { q_blocks * tile.finish_ctas(&spec).unsigned_abs() };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
         let postprocess = (!tile.finishes_dq() || problem.write_dsink).then(|| {
@@ -251,7 +251,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         })
     }
 
-    /// Whether tiles share a kv head's queries is by how many tiles there are.
+    /// The number of tiles decides whether tiles share a kv head's queries.
     fn tiles_of_other_sizes(&self, problem: &ValidBwd) -> Vec<TileOptions> {
         let Self { tile, deterministic: false, .. } = *self else { return Vec::new() };
         let spec = BwdSpec::of(problem);
@@ -296,9 +296,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             let has_work = match step.stage {
                 Stage::Main | Stage::HeadSums => has_tiles,
                 stage if stage.makes_lists() => has_tiles && has_queries && is_built == Some(false),
-                // Without queries they are zeros, but written.
+                // Without queries the gradients of captured tensors are zeros, which must still be written.
                 Stage::Captured => true,
-                // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
+                // Without queries dQ has no rows, dK and dV are zeros, and dSink is 0, which must still be written.
                 Stage::FinishDq => has_queries || call.problem.write_dsink,
                 Stage::Dbias => self.dbias.is_some_and(|schedule| schedule.num_bias_blocks > 0),
                 _ => has_queries,
@@ -322,9 +322,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 let mut arguments =
                     [(&raw mut params).cast(), (&raw mut schedule).cast(), (&raw mut masks).cast()];
                 let count = if list.is_some() { 3 } else { 2 };
-                // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule, and under masks as data, where it asks them,
-                // MaskDataParams; `check_bwd` saw that the memory covers the problem, and the workspace is as large as
-                // the plan said.
+                // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule, and under masks as data, if it evaluates
+                // them, MaskDataParams; `check_bwd` saw that the memory covers the problem, and the workspace is as
+                // large as the plan said.
                 unsafe { step.launch(&mut arguments[..count], call.stream)? };
                 continue;
             }
@@ -351,8 +351,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 (&raw mut arrivals).cast(),
             ];
             let count = if fwd.arrivals > 0 { 4 } else { 3 };
-            // SAFETY: the kernel takes BwdParams and Maps, made for the same extents, and ArrivalParams where
-            // keys come.
+            // SAFETY: the kernel takes BwdParams and Maps, made for the same extents, and ArrivalParams if keys arrive
+            // while it runs.
             unsafe { step.launch(&mut arguments[..count], call.stream)? };
         }
         Ok(())
@@ -406,7 +406,7 @@ fn fitted(
     // parts of a kv head add.
     tile.persistent &= dims.seqlen_q > 0;
     tile.head_parts &= dims.seqlen_q > 0;
-    // A caller's own value is refused by `check`.
+    // A value that the caller sets stays, and `check` refuses it if need be.
     if !fields.iter().any(|(key, _)| *key == "dq_finish") {
         tile.fit_finish(spec);
     }
@@ -435,7 +435,7 @@ fn fitted(
     Ok(tile)
 }
 
-/// The rows that a plan prints.
+/// The details that a plan prints.
 fn details(
     problem: &ValidBwd,
     facts: &DeviceFacts,
@@ -495,17 +495,17 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     }
 }
 
-/// Tile that the table gives, on a device.
+/// The table's tile for a problem on a device.
 pub(crate) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
     if tile_list::serve(problem.fwd()) {
-        // Lists are walked by a tile of all of a kv head's query heads.
+        // With lists one tile processes all query heads of a kv head.
         return Sm90BwdTile { head_parts: false, ..tile };
     }
     Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }
 }
 
-/// The tensor maps.
+/// Encodes the tensor maps of a call.
 fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
     let [q, k, v, dout, o] = map_facts(call, tile);
     Ok(Maps {

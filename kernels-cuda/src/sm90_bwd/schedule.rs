@@ -15,24 +15,24 @@ use crate::tile_list;
 abi_struct! {
     /// How the work is divided among CTAs, as an argument of the kernels.
     pub struct Sm90BwdSchedule {
-        /// Key blocks of all kv heads of all sequences.
+        /// Number of tiles: key blocks of all kv heads of all sequences.
         pub num_tiles: i32,
-        /// Key blocks of the longest sequence.
+        /// Number of key blocks of the longest sequence.
         pub num_key_blocks: i32,
-        /// Sequences times kv heads.
+        /// Number of heads in the schedule: sequences times kv heads.
         pub num_heads: i32,
         /// Heads of an L2 head group. Its tiles run before the next group's, so that their Q, dO and sums of dQ
         /// stay in the L2.
         pub heads_per_l2_group: i32,
-        /// Query blocks of the longest sequence.
+        /// Number of query blocks of the longest sequence.
         pub num_q_blocks: i32,
-        /// Blocks of dBias, over the axes that it has; 0 if it is not wanted.
+        /// Number of blocks of dBias, over the axes that it has; 0 if dBias is not wanted.
         pub num_bias_blocks: i32,
-        /// Multiprocessors: CTAs that run at a time.
+        /// Number of multiprocessors, and so of CTAs that run at a time.
         pub num_sms: i32,
         /// Number of parts of a kv head's query heads, if tiles share them.
         pub num_head_parts: i32,
-        /// Parts of the query blocks of each of these.
+        /// Number of parts into which the query blocks of each part of the heads are divided.
         pub num_query_parts: i32,
         /// Fewest queries of a part, for packed sequences with ordered additions, where the number of parts depends
         /// on the sequence's own queries: this number if a kv head has few tiles, otherwise four times as many.
@@ -48,7 +48,7 @@ abi_struct! {
         /// together with those of other such heads, and under a mask walk their queries from the last to the first.
         /// Without a mask the period is 1 (all heads) or 0 (none).
         pub side_by_side_period: i32,
-        /// Number of such heads that are launched at a time under a mask.
+        /// Number of heads walked from the last query that are launched together under a mask.
         pub side_by_side_heads: i32,
         /// Number of key blocks (of clusters) that run at a time and begin their walks at different query blocks,
         /// with ordered additions and no mask; 0: the number follows from a packed sequence's own length.
@@ -56,7 +56,7 @@ abi_struct! {
         /// Query heads of all sequences whose rows preprocess handles: all of them, unless the main kernel computes
         /// delta.
         pub num_first_query_heads: i32,
-        /// Query blocks of the first query heads.
+        /// Number of query blocks of the heads that `num_first_query_heads` counts.
         pub num_first_q_blocks: i32,
         /// Sums of dK and dV in f32, with `head_parts`; with ordered additions also the counters of each of a
         /// tile's consumer warps. Set at each run.
@@ -138,14 +138,14 @@ impl Sm90BwdSchedule {
         let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
         let near = near_heads(upward, head_bytes, together.into());
         self.parts_together = together as i32;
-        // A sequence of any length has all parts.
+        // A sequence of any length has all parts, so no part needs a least number of queries.
         self.least_queries_of_part = 0;
         self.side_by_side_period = period as i32;
         self.side_by_side_heads = in_equal_groups(upward.max(1), near) as i32;
     }
 }
 
-/// Part of the schedule with the fields of that name.
+/// The fields of the schedule that give the order of key blocks.
 struct Order {
     heads_per_l2_group: i64,
     side_by_side_period: u32,
@@ -223,9 +223,9 @@ impl Sm90BwdTile {
         let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
         let order = self.order(problem, spec, num_sms, parts_of_heads);
-        // Heads that give some two tiles to a multiprocessor.
+        // Number of heads with which each multiprocessor has about two tiles.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
-        // Heads of the first tiles.
+        // Number of heads that the first tiles of all CTAs belong to.
         let first_heads =
             if self.makes_delta() { order.heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
         let first_query_heads =
@@ -280,7 +280,7 @@ impl Sm90BwdTile {
         // equal bits.
         let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
         let all_upward = !is_packed && u64::from(seqlen_q) * 2 < u64::from(seqlen_k);
-        // Q and dO, and the sums of dQ.
+        // Bytes of a query's row of Q and dO, and of the sums of dQ.
         let row_bytes = self.row_bytes(spec);
         let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
         let side_by_side_bytes =
@@ -312,7 +312,7 @@ impl Sm90BwdTile {
         } else {
             let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
             key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
-            // Number of heads that run together, which changes no bits: those of the batch that fit the L2.
+            // Number of heads that run together, which changes no bits: as many heads of the batch as fit the L2.
             let of_batch = i64::from(at_a_time) / i64::from(key_blocks_in_group.max(1));
             let near = (ORDERED_L2_BYTES / head_bytes.max(1)).max(heads.into());
             if self.waits_in_order(spec) { of_batch.min(near).clamp(1, num_heads.max(1)) } else { in_l2 }
@@ -336,7 +336,7 @@ impl Sm90BwdTile {
         // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at
         // 2k. D 64 at 512 207, 201.
         let has_band = tile_list::band_of_tiles(&problem.fwd).kind() != MaskKind::Full;
-        // The order of lists has heads beside each other.
+        // With lists, ordered additions still run heads side by side.
         let may_group = !self.waits_in_order(spec) || tile_list::serve(&problem.fwd);
         let in_groups = has_band && may_group && dims.seqlen_k >= 1024;
         let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
@@ -366,7 +366,7 @@ impl Sm90BwdTile {
         let cluster = self.walk.cluster().unsigned_abs();
         let units = (num_sms / cluster).max(1);
         let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs() * cluster).max(1);
-        // Q and dO, and the sums of dQ: of one query head of a tile at a time.
+        // Bytes of Q and dO and of the sums of dQ: a tile needs those of one query head at a time.
         let head_bytes = i64::from(dims.seqlen_q) * i64::from(padded_dim(spec)) * 8;
         let near = u32::try_from(ORDERED_L2_BYTES / head_bytes.max(1)).unwrap_or(u32::MAX);
         let heads = (dims.num_heads_kv * parts).min(near).max(1);

@@ -35,7 +35,7 @@ impl Sm90BwdTile {
         parts + round_up(keys + queries + ds + dq + sums + stats + 8 * self.num_barriers() + words, 1024)
     }
 
-    /// Shared memory of dS; and of P, where consumers need each other's.
+    /// Bytes of shared memory for dS, and for P where consumers need each other's P.
     pub(super) const fn ds_bytes(&self) -> i32 {
         let of_probs = if self.has_one_probs() {
             1

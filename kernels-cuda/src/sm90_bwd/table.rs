@@ -18,7 +18,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     let fwd = &problem.fwd;
     let dims = fwd.dims;
     let mut tile = default_tile(spec);
-    // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
+    // For larger caps, 2 c / (1 + exp(2 y / c)) loses accuracy for y far below c: its error is some 3e-7 c.
     let slow_softcap = fwd.score.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
     if slow_softcap {
         tile.fast_softcap = false;
@@ -41,14 +41,15 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         tile = apart;
     }
     let is_full = spec.fwd.mask == MaskKind::Full;
-    // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the
-    // consumers have enough in 232: S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not:
-    // 431 and 428.
+    // Finishing dQ and computing delta beside the products spill with 24 registers (254 bytes at D 128 causal, with 40
+    // none), and the consumers have enough in 232: S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do
+    // not: 431 and 428.
     let measured = padded_dim(spec) <= 128 && (dims.seqlen_k <= 4096 || tile.makes_delta());
     if num_modifiers(spec) == 0 && tile.dq_path == DqPath::FirstStores && measured {
         tile.load_registers = 40;
     }
-    // Fewer steps, at the price of 56 bytes spilled: S 4096, 8192 and 16384 605, 639, 657 and 604, 645, 666 (an H100).
+    // Larger steps are fewer, at the price of 56 bytes spilled: S 4096, 8192 and 16384 605, 639, 657 and 604, 645, 666
+    // (an H100).
     let is_long = is_full && dims.seqlen_q.min(dims.seqlen_k) >= 8192;
     if is_long && padded_dim(spec) == 128 && num_modifiers(spec) == 0 && !spec.deterministic {
         tile.block_m = 80;
@@ -112,7 +113,7 @@ fn dq_candidates_of(
         let way = Sm90BwdTile { dq_path, dq_finish, ..*tile };
         let mut fitted = way;
         fitted.fit_finish(spec);
-        // Preprocess computes all of delta if it would remain to be computed for few heads.
+        // Preprocess computes all of delta if the main kernel would compute it for only few heads.
         let makes_delta =
             !way.makes_delta() || may_make_delta && cost::first_heads(&way, problem, spec) <= 0.5;
         (fitted == way && makes_delta).then_some(way)
@@ -127,7 +128,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let full = spec.fwd.mask == MaskKind::Full;
     let modifiers = num_modifiers(spec);
     let in_parts = fits_half_blocks(spec);
-    // TFLOP/s on an H200, bf16, S 4096.
+    // The comments below give TFLOP/s on an H200, bf16, S 4096.
     let (block_m, walk) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
         64 => (128, BwdWalk::InOrder),

@@ -1,4 +1,4 @@
-//! The tile: its fields, how consumers divide its work, and consequences of its way to sum dQ.
+//! The tile: its fields, how consumers divide its work, and what follows from its way to sum dQ.
 
 use fmha_core::fields::Takes;
 use fmha_core::spec::BwdSpec;
@@ -14,7 +14,7 @@ abi_spec! {
     pub struct Sm90BwdTile {
         /// Query rows of a block: a multiple of 16.
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 128]),
-        /// Keys of a CTA: 64 to a consumer warpgroup, or 64 to all.
+        /// Keys of a CTA: 64 for each consumer warpgroup, or 64 that all consumers share.
         pub block_n: i32 = Takes::among(&[64, 128]),
         /// Blocks of Q in shared memory at a time.
         pub stages_q: i32 = Takes::within(1, 4).tuned_over(&[2, 3]),
@@ -35,9 +35,9 @@ abi_spec! {
         /// Whether a kv head's query heads are divided among several tiles, whose sums of dK and dV a separate
         /// launch rounds; otherwise one tile processes all of them.
         pub head_parts: bool = Takes::all(),
-        /// Blocks that a mask or the end of the keys cuts have a loop of their own.
+        /// Whether blocks that a mask or the end of the keys cuts have a loop of their own.
         pub edges_apart: bool = Takes::all().tuned(),
-        /// Exponentials that are polynomials on the multiply-add pipe, of each 16.
+        /// Number of exponentials, of each 16, that are computed as polynomials on the multiply-add pipe.
         pub exp2_polynomials: i32 = Takes::within(0, 8).tuned_over(&[0, 2, 4, 6]),
         /// Whether there is one CTA per multiprocessor that processes key blocks one after another; otherwise one
         /// CTA per key block.
@@ -64,13 +64,13 @@ pub(super) const fn transposes_dq(padded_dim: i32) -> bool {
 
 abi_functions! {
     pub(super) fn tile_text() of tile: Sm90BwdTile {
-        /// Consumer warpgroups. Each has 64 keys of the block; or, with divided dimensions, all of its 64 keys with
-        /// 32 of the queries of S and a part of the dimension of dQ, dK and dV, or with one of dK and dV.
+        /// Number of consumer warpgroups. Each has 64 keys of the block; or, with divided dimensions, all of its 64
+        /// keys with 32 of the queries of S and a part of the dimension of dQ, dK and dV, or with one of dK and dV.
         pub const fn num_consumers(&self) -> i32 {
             if self.walk.splits_dims() { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
         }
 
-        /// Threads of a CTA of the main kernel: one more warpgroup loads and stores.
+        /// Threads of a CTA of the main kernel: the consumers, and one warpgroup that loads and stores.
         pub const fn num_threads(&self) -> i32 {
             128 * (1 + self.num_consumers())
         }
@@ -85,18 +85,18 @@ abi_functions! {
             matches!(self.dq_path, DqPath::Registers) || (self.keeps_dq_apart() && self.walk.splits_dims())
         }
 
-        /// Whether the main kernel finishes dQ.
+        /// Whether the main kernel converts the sums of dQ to dQ.
         pub const fn finishes_dq(&self) -> bool {
             !matches!(self.dq_finish, DqFinish::Launch)
         }
 
-        /// Whether the main kernel makes delta too.
+        /// Whether the main kernel also computes delta.
         pub const fn makes_delta(&self) -> bool {
             matches!(self.dq_finish, DqFinish::BesideWithDelta)
         }
 
-        /// Whether P has a single slot: with `GradientEach` dQ needs room before it is stored, and P of a block is
-        /// stored only after that of the block before was read.
+        /// Whether P has a single slot: with `GradientEach` dQ needs shared memory before it is stored, and P of a
+        /// block is stored only after P of the previous block was read.
         pub(super) const fn has_one_probs(&self) -> bool {
             matches!(self.walk, BwdWalk::GradientEach) && !self.adds_from_registers()
         }
@@ -127,7 +127,7 @@ impl Sm90BwdTile {
     /// Number of columns of dQ that one consumer adds, over all CTAs of its cluster.
     pub(super) const fn dq_columns(&self, spec: &BwdSpec) -> i32 {
         if matches!(self.walk, BwdWalk::GradientEach) {
-            // A chunk; the third one's halves are multiplied as the whole.
+            // Each consumer has a chunk of 64 columns. Both halves of the third chunk are multiplied as a whole.
             64 * self.walk.cluster()
         } else if transposes_dq(padded_dim(spec)) {
             self.block_m
@@ -167,12 +167,12 @@ impl Sm90BwdTile {
 }
 
 impl Sm90BwdTile {
-    /// Whether key blocks wait for each other, to add to dQ in an order.
+    /// Whether key blocks wait for each other so that they add to dQ in a fixed order.
     pub(super) const fn waits_in_order(&self, spec: &BwdSpec) -> bool {
         spec.deterministic && !self.keeps_dq_apart()
     }
 
-    /// Whether the main kernel may finish dQ, but for room in shared memory.
+    /// Whether the main kernel may finish dQ, if shared memory has room.
     pub(super) const fn may_finish_dq(&self, spec: &BwdSpec) -> bool {
         self.persistent
             && !self.adds_from_registers()
@@ -181,8 +181,9 @@ impl Sm90BwdTile {
             && self.walk.cluster() == 1
     }
 
-    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write
-    /// either. Modified scores of some rows are measured from an origin, for which preprocess alone has the registers.
+    /// Whether the warp that finishes dQ has the room and the time to compute delta too. Preprocess must then have no
+    /// zeros to write either. It is not possible where scores are modified: some rows need an origin, and only
+    /// preprocess has registers to compute it.
     pub(super) fn may_make_delta(&self, spec: &BwdSpec) -> bool {
         let fits = matches!(self.dq_path, DqPath::FirstStores) && self.vector_load && self.block_m % 32 == 0;
         fits && !modifies_score(spec)

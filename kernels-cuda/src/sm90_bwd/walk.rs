@@ -31,12 +31,12 @@ pub enum BwdWalk {
 
 abi_functions! {
     pub(super) fn walk_text() of walk: BwdWalk {
-        /// Whether consumers share out the dimension, and so have all keys of a CTA.
+        /// Whether consumers divide the head dimension, so that each has all keys of the CTA.
         pub const fn splits_dims(&self) -> bool {
             matches!(self, BwdWalk::SplitDims | BwdWalk::InClusters | BwdWalk::GradientEach)
         }
 
-        /// CTAs of a cluster.
+        /// Number of CTAs of a cluster.
         pub const fn cluster(&self) -> i32 {
             if matches!(self, BwdWalk::InClusters | BwdWalk::GradientEach) { 2 } else { 1 }
         }
@@ -44,7 +44,7 @@ abi_functions! {
 }
 
 impl BwdWalk {
-    /// Whether the next block's scores are under way while this block's gradients are.
+    /// Whether the next block's scores are computed while this block's gradients are.
     pub(super) const fn has_next_scores(self) -> bool {
         matches!(self, Self::EarlyScores | Self::InClusters | Self::GradientEach)
     }
@@ -61,9 +61,9 @@ abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, InClust
 /// are ordered, and the first one is a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqPath {
-    /// Consumers add from their registers.
+    /// Consumers add dQ to memory from their registers.
     Registers,
-    /// The store warp adds from shared memory; without an order, to zeros that preprocess has written.
+    /// The store warp adds dQ from shared memory. Without an order it adds to zeros that preprocess has written.
     StoreWarp,
     /// The store warp of the first key block to reach a query block stores its dQ; the other key blocks'
     /// store warps add to it.
@@ -79,7 +79,7 @@ abi_enum!(DqPath { Registers, StoreWarp, FirstStores, Apart });
 /// Where the f32 sums of dQ are converted to dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqFinish {
-    /// A launch after the main kernel.
+    /// A launch after the main kernel converts the sums to dQ.
     Launch,
     /// An extra warp in the main kernel finishes dQ, while the sums may still be in the L2. For persistent CTAs.
     Beside,

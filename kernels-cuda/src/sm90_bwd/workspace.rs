@@ -1,4 +1,4 @@
-//! Workspace of the kernels.
+//! Workspace of Hopper's backward kernels.
 
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::spec::BwdSpec;
@@ -74,8 +74,8 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// The f32 sums of dK and dV in bytes, of each tile or, where parts wait for each other, of each key block, and how
-    /// many additions a key block's have had; 0 where each tile has a kv head's query heads alone.
+    /// Bytes of the f32 sums of dK and dV: of each tile or, where parts wait for each other, of each key block,
+    /// together with the counters of additions. 0 if one tile processes all query heads of a kv head.
     #[must_use]
     pub fn head_sums_bytes(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
         let parts = (schedule.num_head_parts * schedule.num_query_parts).unsigned_abs().max(1);

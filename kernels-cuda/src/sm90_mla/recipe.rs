@@ -69,7 +69,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             text::leave_narrow(problem).map_err(refuse)?;
         }
         let is_named = |name: &str| fields.iter().any(|(key, _)| key == name);
-        // A caller who names how keys are cut otherwise wants no shares.
+        // A caller who sets another way to split keys does not want shares.
         let names_parts = ["split_keys", "cluster", "fold_parts"].into_iter().any(is_named);
         let names_none = fields.iter().any(|(key, value)| key == "shares" && value == "0");
         let is_unshared = names_parts && !is_named("shares") || names_none || options.batch_invariant;
@@ -87,7 +87,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         }
         let fitted = |mut tile: Sm90MlaTile| {
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
-            // A fold that nobody named goes with the parts that it folds.
+            // Folding is turned off, unless the caller has set it, if there are no parts to fold.
             if (tile.split_keys == 0 || tile.cluster > 1 || tile.shares > 0) && !is_named("fold_parts") {
                 tile.fold_parts = 1;
             }
@@ -200,10 +200,10 @@ pub(crate) struct Maps {
 }
 
 impl Maps {
-    /// Maps of a call that is loaded by copies.
+    /// Tensor maps of a call whose K and V are loaded by copies: no kernel reads them.
     pub(crate) const UNREAD: Self = Self { k: TensorMap::UNREAD, v: TensorMap::UNREAD };
 
-    /// Maps of a call. Both are unread where threads copy, and V's where V lies in K.
+    /// Tensor maps of a call. No kernel reads them if threads copy, and none reads V's if V lies in K.
     ///
     /// # Errors
     /// What the driver refuses.

@@ -20,14 +20,14 @@ use crate::sm100_mla::{self, recipe::Sm100Mla};
 /// The name of the kernel that updates the cache.
 const UPDATE_NAME: &str = "widened_update";
 
-/// A kernel that reads the cache in the workspace.
+/// A kernel that reads the converted cache in the workspace.
 pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
     /// Name of the kernel that reads the cache after its conversion to Q's type.
     const WIDENED: &'static str;
     /// Whether 16-bit caches in other layouts are gathered for the reading kernel, if that is cheaper. Otherwise it
     /// reads them in place.
     const GATHERS: bool;
-    /// Elements of a key, and of a value, up to which the reader takes them.
+    /// Most elements of a key's and of a value's row that the reading kernel supports.
     const MOST_DIMS: [u32; 2] = text::NARROW;
 
     /// The reading kernel's choice for a problem, with the tile of `like`, the same problem with another cache
@@ -123,7 +123,7 @@ impl<V: Nvidia> Reader<V> for Sm80 {
     }
 }
 
-/// The cache in the workspace, and the kernel that reads it there.
+/// A kernel that converts the cache in the workspace, followed by one that reads it there.
 pub struct Widened<R> {
     wide: ValidFwd,
     places: Places,
@@ -202,7 +202,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
                 return Err(refuse(format!("kv_layout {:?}: sm90 reads it as it lies", problem.layout.kv)));
             }
             if options.batch_invariant {
-                // Gathering pays off depending on the batch and the number of queries.
+                // Whether gathering pays off depends on the batch and the number of queries.
                 return Err(refuse(
                     "batch_invariant: rows in pages are read as they lie, by one kernel".to_owned(),
                 ));
@@ -252,7 +252,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         choice.workspace = update::workspace(problem, places.workspace(choice.workspace)).map_err(refuse)?;
         choice.details.push(("cache", words));
         choice.launches = choice.launches.behind(widen);
-        // A turned query is the reader's; new rows are written to the cache as it lies.
+        // The reading kernel gets rotated queries; new rows are written to the cache in its own layout.
         if problem.cache.append.is_some() {
             let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
             choice.launches = update.into_iter().fold(choice.launches, Launches::behind);
@@ -285,8 +285,8 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
             // and that the workspace, in which the cache lies, is as large as the plan says.
             unsafe { widen.launch(&mut arguments, call.stream)? };
         }
-        // SAFETY: the caller's promise for the operands, of which only the cache lies elsewhere: in the workspace,
-        // after the reader's own part of it, as large as its problem requires.
+        // SAFETY: the caller promises that the operands are valid. Only the cache is another one: it lies in the
+        // workspace, after the reading kernel's part, and is as large as its problem requires.
         self.with_wide(call, |wide| unsafe { self.reader.launch(steps, wide) })
     }
 }
@@ -297,12 +297,13 @@ impl<R> Widened<R> {
         let (args, places) = (call.args, &self.places);
         let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);
         let written = |slice: &DevSliceMut<'_>| {
-            // SAFETY: the memory of the call's operand, which the reader alone writes while it is borrowed here.
+            // SAFETY: this is the memory of the call's operand, which only the reading kernel writes while it is
+            // borrowed here.
             unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }
         };
         let part = |from: u64, to: u64| {
-            // SAFETY: of the workspace, which `check_fwd` saw to be as large as the plan says; the launch
-            // before the reader writes it.
+            // SAFETY: this is memory of the workspace, which `check_fwd` saw to be as large as the plan says; the
+            // launch before the reading kernel writes it.
             unsafe {
                 DevSlice::from_raw(
                     MemorySpace::Device,

@@ -23,7 +23,7 @@ pub(crate) fn merge(
         return None;
     }
     let merging = Merging::new(problem, cut, stored, facts.instructions.tma);
-    // The keep mask is written by another launch.
+    // Another launch writes the keep mask.
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     let source = if problem.cache.tree_mask {
         split::merge_tree(&spec, merging)
@@ -48,7 +48,7 @@ pub(crate) fn merge(
 /// cut.
 ///
 /// # Errors
-/// What the driver said.
+/// An error of the driver.
 pub(crate) unsafe fn run<D: Driver>(
     steps: &Steps<D>,
     call: &FwdCall<'_>,

@@ -6,7 +6,7 @@ use super::price::{Constants, Keys, Walk};
 use crate::sm80::{self, Room};
 use crate::sm90;
 
-/// An H200, which measured.
+/// The device that was measured, an H200.
 pub const ROOM: Room = Room { smem_bytes: 232_448, num_sms: 132 };
 
 /// A call: a row without the way in which it was computed and its time.
@@ -81,15 +81,15 @@ impl Call {
 pub struct Row {
     /// The name of the run; only rows of one run are comparable.
     pub run: String,
-    /// The call.
+    /// Call that was measured.
     pub call: Call,
-    /// Keys of a sequence, of the longest's.
+    /// Mean number of keys of a sequence, relative to the longest.
     pub mean: f64,
-    /// The kernel.
+    /// Name of the kernel that was measured.
     pub kernel: String,
     /// How the keys of a tile were divided among CTAs.
     pub keys: Keys,
-    /// Microseconds.
+    /// Measured time in microseconds.
     pub micros: f64,
 }
 

@@ -13,7 +13,7 @@ use fmha_core::{FwdProblem, KvLayout};
 
 use super::{has_like_lengths, seen_keys};
 
-/// How tiles of rows have their keys.
+/// How the keys of a tile of rows are divided among CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
     /// A CTA processes all keys of a tile.
@@ -25,7 +25,7 @@ pub enum Keys {
 }
 
 impl Keys {
-    /// Division of keys that a tile's fields `split_keys` and `shares` state.
+    /// The division of keys that a tile's fields `split_keys` and `shares` give.
     #[must_use]
     pub const fn of(split_keys: i32, shares: i32) -> Self {
         match (split_keys, shares) {
@@ -63,11 +63,11 @@ pub struct Rates {
     pub launch: f64,
     /// Bytes of K and V per microsecond for a CTA that has a multiprocessor to itself.
     pub alone: f64,
-    /// Bytes a microsecond of all CTAs of a multiprocessor.
+    /// Bytes of K and V per microsecond for all CTAs of a multiprocessor together.
     pub together: f64,
-    /// Operations of Q K and P V a microsecond of a multiprocessor, of rows that a tile has, whether in use or not.
+    /// Operations of Q K and P V per microsecond of a multiprocessor. All rows of a tile count, used or not.
     pub products: f64,
-    /// Microseconds to begin and end a tile in a CTA.
+    /// Microseconds that a CTA needs to begin and end a tile.
     pub begin: f64,
     /// Microseconds in which the kernel computes where the CTAs' shares begin.
     pub scan: f64,
@@ -75,12 +75,12 @@ pub struct Rates {
     pub block: f64,
     /// Microseconds in which a multiprocessor looks up a key whose block lies in several pages.
     pub gather: f64,
-    /// Bytes of Q and O a microsecond of a CTA, of rows that a tile has.
+    /// Bytes of Q and O per microsecond of a CTA, for the rows of a tile.
     pub rows: f64,
 }
 
 impl Rates {
-    /// Names and places of all numbers.
+    /// Names of all constants, with references to them.
     fn named(&mut self, kernel: &'static str) -> impl Iterator<Item = (String, &mut f64)> {
         let Self { launch, alone, together, products, begin, scan, block, gather, rows } = self;
         [
@@ -106,13 +106,13 @@ pub struct Common {
     pub memory: f64,
     /// Microseconds of the second launch.
     pub merge: f64,
-    /// Bytes a microsecond at which parts are written and read.
+    /// Bytes per microsecond at which parts are written and read.
     pub parts: f64,
     /// Microseconds of each part of a row in the merge, where a warp adds parts one after another.
     pub part: f64,
     /// Microseconds of a CTA that finds no keys.
     pub empty: f64,
-    /// Share of the longest sequence's time that remains when all other sequences are done.
+    /// Fraction of the longest sequence's time that remains when all other sequences are done.
     pub tail: f64,
     /// Mean number of keys of a sequence, relative to the longest, if only the device has the lengths.
     pub mean: f64,
@@ -123,7 +123,7 @@ pub struct Common {
 pub struct Walk {
     /// Rates of the kernel, from which the time of a call is modelled.
     pub rates: Rates,
-    /// Tiles of rows of a sequence, of all heads.
+    /// Number of tiles of rows of a sequence, over all heads.
     pub tiles: u32,
     /// Rows of a tile.
     pub rows: u32,
@@ -138,7 +138,7 @@ pub struct Walk {
 /// All constants of the time model of calls with few queries.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Constants {
-    /// Constants of a call, whatever its kernel.
+    /// Constants that do not depend on the kernel.
     pub common: Common,
     /// Rates of kernel `sm80`.
     pub sm80: Rates,
@@ -150,7 +150,7 @@ pub struct Constants {
 pub static CONSTANTS: LazyLock<Constants> = LazyLock::new(|| Constants::parsed(include_str!("rates.tsv")));
 
 impl Constants {
-    /// Names and places of all numbers.
+    /// Names of all constants, with references to them.
     pub fn named(&mut self) -> Vec<(String, &mut f64)> {
         let Self { common, sm80, sm90 } = self;
         let Common { memory, merge, parts, part, empty, tail, mean } = common;
@@ -201,7 +201,7 @@ pub(crate) fn keys_of_parts(seqlen_k: u32, block_n: u32, most: u32) -> impl Iter
     keys.into_iter()
 }
 
-/// The choice of the lowest price; of equal ones the first.
+/// Returns the choice with the lowest price; the first of equal ones.
 pub(crate) fn cheapest<T>(priced: impl Iterator<Item = (f64, T)>) -> Option<T> {
     priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, way)| way)
 }
@@ -245,21 +245,22 @@ pub fn micros_by(common: &Common, problem: &FwdProblem, walk: &Walk, num_sms: u3
 
 /// Keys that the tiles of a call must process, and the rate.
 struct Work {
-    /// All sequences have the lengths of the problem.
+    /// Whether all sequences have the problem's lengths.
     is_like: bool,
-    /// Keys that the longest sequence's queries see; then those of a mean sequence.
+    /// Number of keys that the longest sequence's queries see; the next field is that of a mean sequence.
     longest: f64,
     mean: f64,
     /// Bytes of a key and its value in 16 bits: a quantised cache uses the order of the 16-bit cache.
     key_bytes: f64,
     num_sms: f64,
     ctas: f64,
-    /// Tiles of rows of the call.
+    /// Number of tiles of rows of the call.
     tiles: f64,
-    /// Microseconds of a key of one CTA alone, and of each key of a full multiprocessor's.
+    /// Microseconds that a CTA takes for a key if it has a multiprocessor to itself; the next field is for a full
+    /// multiprocessor.
     alone: f64,
     together: f64,
-    /// Microseconds to begin and end a tile.
+    /// Microseconds that a tile needs to begin and end.
     begin: f64,
     block_n: f64,
     scan: f64,

@@ -1,4 +1,4 @@
-//! Tests of the fields that Hopper's backward tile takes, and of those that it refuses.
+//! Tests of fields that Hopper's backward tile supports, and of fields that it refuses.
 
 use fmha_core::source::includes;
 use fmha_core::spec::BwdSpec;
@@ -8,7 +8,7 @@ use fmha_kernels_cuda::sm90_bwd::{BwdWalk, DqPath};
 
 use super::dims;
 
-/// A tile that was measured is forgotten when any of their text changes.
+/// A measured tile is forgotten when the text of one of these headers changes.
 #[test]
 fn the_headers_of_the_backward_are_those_that_its_entries_include() {
     let spec = BwdSpec::plain(DType::Bf16, 64, MaskKind::Upper);
@@ -28,7 +28,7 @@ fn the_headers_of_the_backward_are_those_that_its_entries_include() {
     }
 }
 
-/// The host counts their bytes.
+/// The host counts the bytes of the barriers in shared memory.
 #[test]
 fn the_barriers_of_the_backward_are_those_of_its_shared_memory() {
     let headers = fmha_kernels_cuda::headers();
@@ -42,7 +42,7 @@ fn the_barriers_of_the_backward_are_those_of_its_shared_memory() {
     assert_eq!(there, tile.barriers().map(|(name, _)| name));
 }
 
-/// Without a mask each key block of a group waits for another of it, so all of them must be running.
+/// Without a mask every key block of a group waits for another block of the group, so all of them must run at once.
 #[test]
 fn staggered_key_blocks_in_an_order_have_no_tile_index_ahead() {
     for (mask, taken) in [(MaskSpec::NONE, false), (MaskSpec::CAUSAL, true)] {
@@ -57,7 +57,7 @@ fn staggered_key_blocks_in_an_order_have_no_tile_index_ahead() {
     }
 }
 
-/// A block of 80 queries did not compile beside dropout, which decides 32 at a time.
+/// A block of 80 queries did not compile with dropout, which decides on 32 queries at a time.
 #[test]
 fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
     let fwd = FwdProblem::batch(DType::Bf16, dims(1, (512, 512), (128, 128)));
@@ -81,8 +81,7 @@ fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
     }
 }
 
-/// Long sequences without a mask are walked in larger blocks, where nothing is modified and additions to dQ
-/// have no order.
+/// Long sequences without a mask use larger blocks, if there is no modifier and additions to dQ have no order.
 #[test]
 fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
     for (length, mask, p_drop, deterministic, block_m) in [
@@ -102,7 +101,7 @@ fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
     }
 }
 
-/// Two dimensions of at most 320 together have registers for dK and dV of 64 keys.
+/// If both head dimensions are at most 320 together, registers hold dK and dV of 64 keys.
 #[test]
 fn head_dimensions_to_160_have_the_tile_of_192_with_a_v_of_128() {
     for (qk, v, halves) in
@@ -117,8 +116,8 @@ fn head_dimensions_to_160_have_the_tile_of_192_with_a_v_of_128() {
     }
 }
 
-/// Beyond, at 192, two CTAs of a cluster whose consumers have dK or dV each: what that walk cannot do is
-/// refused by its field.
+/// At head dimension 192 and beyond, two CTAs of a cluster have consumers for dK or for dV. Fields that this loop does
+/// not support are refused.
 #[test]
 fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     let spec_of = |dim, deterministic| {
@@ -149,7 +148,7 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     let ordered = spec_of(192, true);
     let apart = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&ordered) };
     assert_eq!(apart.check(&ordered), Ok(()));
-    // The store warp adds in the order, for which P of all blocks have one place.
+    // The store warp adds in order, which requires that P of all blocks share one buffer.
     let default = sm90_bwd::default_tile(&ordered);
     assert!(!default.persistent && default.dq_path == DqPath::StoreWarp);
     assert!(default.smem_bytes(&ordered) <= 227 * 1024);

@@ -1,4 +1,4 @@
-//! The backward's choices, held to what was measured.
+//! Tests of the backward's choices against measured times.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskSpec};
@@ -7,7 +7,7 @@ use fmha_kernels_cuda::{sm80_bwd, sm90_bwd};
 
 use super::{chosen, dims};
 
-/// A row of `measured.tsv`.
+/// Row of `measured.tsv`.
 struct Measured {
     run: String,
     problem: BwdProblem,
@@ -42,7 +42,7 @@ fn measured() -> Vec<(String, Measured)> {
     text.lines().filter(|line| !line.starts_with('#')).map(row).collect()
 }
 
-/// Within a hundredth: runs differ by as much.
+/// The choice is within a hundredth of the best time, as much as runs differ.
 #[test]
 fn every_choice_of_the_backward_is_the_best_that_was_measured() {
     let rows = measured();
@@ -56,7 +56,7 @@ fn every_choice_of_the_backward_is_the_best_that_was_measured() {
             assert!(row.tflops >= 0.99 * best, "{group}: {:?} has {}, another {best}", row.tile, row.tflops);
         }
     }
-    // The others were measured beside fields that the table has changed since.
+    // The other rows were measured with fields that the table has changed since.
     assert!(checked >= 35, "{checked} rows are of the tile that is chosen");
 }
 
@@ -85,12 +85,13 @@ fn the_model_of_head_parts_has_the_measured_rates() {
     assert_eq!(checked, 6);
 }
 
-/// The tables' backward rows, 16k tokens: what was chosen by thresholds of the length before there were prices.
+/// Shapes of the tables' backward rows, 16k tokens: choices by prices equal the former choices by thresholds of the
+/// length.
 #[test]
 fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
     let (first, zeros) = (DqPath::FirstStores, DqPath::StoreWarp);
     let (launch, beside, with_delta) = (DqFinish::Launch, DqFinish::Beside, DqFinish::BesideWithDelta);
-    // Lengths from which a way of dQ holds, up to the next entry's.
+    // Rows of a length and the way of dQ that holds from it to the next row's length.
     let rows = [
         (64, "0", vec![(128, first, beside), (1024, first, with_delta), (8192, first, launch)]),
         (64, "b", vec![(128, first, beside), (2048, first, with_delta)]),
@@ -115,16 +116,16 @@ fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
             assert_eq!(found, *expected, "D {head_dim} {mask} S {seqlen}");
         }
     }
-    // Two heads are little work: the end of a finish beside the products costs most, and preprocess has all
-    // heads anyway. The wait for the first store at a block is longer than zeros take: B4 H32 S320 D64 59.9
-    // us and 55.7, B1 H5/1 S951 55.7 and 48.9.
+    // Two heads are little work: finishing dQ beside the products costs most, and preprocess handles all heads anyway.
+    // The wait for the first store at a block is longer than writing zeros: 59.9 and 55.7 us at B4 H32 S320 D64, 55.7
+    // and 48.9 us at B1 H5/1 S951.
     for seqlen in [40, 200, 1000] {
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims(1, (seqlen, seqlen), (64, 64))));
         let tile = sm90_bwd::choose_tile(&problem, &BwdSpec::of(&problem));
         assert_eq!((tile.dq_path, tile.dq_finish), (zeros, launch), "2 heads, S {seqlen}");
     }
-    // Many queries over few keys, whose first stores come in a row: 4423 over 192 D 128 357 us and 319, 24025
-    // over 192 D 64 977 and 906, 1024 over 256 D 128 177 and 166.
+    // Many queries read few keys, whose first stores follow one another: 357 and 319 us at 4423 over 192 D 128, 977 and
+    // 906 at 24025 over 192 D 64, 177 and 166 at 1024 over 256 D 128.
     for (head_dim, seqlens, batch, heads, path) in [
         (128, (4423, 192), 2, 32, zeros),
         (64, (24025, 192), 2, 32, zeros),
@@ -139,7 +140,7 @@ fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
     }
 }
 
-/// Rows of docs/measured/sm80-h200.md, causal, 16384 tokens of 2048 elements on an H200.
+/// Rows of docs/measured/sm80-h200.md: causal, 16384 tokens of 2048 elements, on an H200.
 #[test]
 fn dq_is_summed_in_one_pass_where_that_was_measured_to_be_faster() {
     let causal = |head_dim: u32, seqlen: u32| {

@@ -1,4 +1,4 @@
-//! Tests of how Hopper's backward shares out heads, and of the order in which their key blocks run.
+//! Tests of the division of heads in Hopper's backward, and of the order of its key blocks.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, KvLayout, MaskSpec, QLayout};
@@ -7,8 +7,8 @@ use fmha_kernels_cuda::sm90_bwd::{DqFinish, DqPath};
 
 use super::{chosen, dims};
 
-/// 432 tiles of one length on 132 multiprocessors are four rounds, of which the last is a quarter full. In
-/// one, two, four and eight parts 6827, 6053, 6091 and 5849 us, an H200.
+/// On 132 multiprocessors 432 equal tiles take four rounds, the last a quarter full. Divided into one, two, four and
+/// eight parts they take 6827, 6053, 6091 and 5849 us on an H200.
 #[test]
 fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
     let of = |batch, num_heads_kv, mask| {
@@ -17,12 +17,13 @@ fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
         chosen(&BwdProblem::new(fwd), "parts")
     };
     assert_eq!(of(3, 3, MaskSpec::NONE), "8");
-    // A tile of eight heads behind a mask is half of a multiprocessor's work: 3670, 3147, 3115 and 3210 us.
+    // A tile of eight heads under a mask is half of a multiprocessor's work: 3670, 3147, 3115 and 3210 us in one, two,
+    // four and eight parts.
     assert_eq!(of(3, 3, MaskSpec::CAUSAL), "4");
     assert_eq!(of(3, 24, MaskSpec::NONE), "1");
 }
 
-/// Lengths of queries and keys of FlashAttention's test suites, whose race tests want equal dK and dV of two runs
+/// Lengths of queries and keys in FlashAttention's test suites, whose race tests require equal dK and dV of two runs
 /// without `deterministic`.
 const SUITES: [(u32, u32); 12] = [
     (1, 239),
@@ -76,7 +77,7 @@ fn no_parts_of_a_call_add_to_the_same_keys_without_an_order() {
     assert!(in_parts > 500, "{in_parts} calls");
 }
 
-/// A kv head's parts are as few as leave room for the sums that each has.
+/// A kv head's parts are so few that the memory for their sums suffices.
 #[test]
 fn sums_of_parts_are_a_gibibyte_at_most() {
     for (heads, seqlen, batch) in
@@ -95,8 +96,8 @@ fn sums_of_parts_are_a_gibibyte_at_most() {
     }
 }
 
-/// Packed sequences may end with the longest one's longest tile, of all query heads of a kv head; where there are many
-/// tiles beside it the sums of parts cost more.
+/// The last work of packed sequences may be the longest sequence's longest tile, with all query heads of a kv head. If
+/// there are many other tiles, sums of parts cost more than they save.
 #[test]
 fn packed_sequences_share_a_heads_query_heads_where_one_tile_may_be_the_launch() {
     let of = |batch, num_heads_q, num_heads_kv, seqlen| {
@@ -109,8 +110,8 @@ fn packed_sequences_share_a_heads_query_heads_where_one_tile_may_be_the_launch()
     assert_eq!(of(16, 32, 8, 3979), 1);
 }
 
-/// 39 tiles, of which the longest is the launch: a head's query blocks are shared out too, and preprocess and
-/// dQ still have each of them once.
+/// There are 39 tiles, and the longest takes as long as the launch. A head's query blocks are then divided too;
+/// preprocess and dQ still handle each block once.
 #[test]
 fn a_heads_queries_are_shared_out_where_few_tiles_leave_multiprocessors_idle() {
     let of = |batch, seqlen, deterministic| {
@@ -130,7 +131,7 @@ fn a_heads_queries_are_shared_out_where_few_tiles_leave_multiprocessors_idle() {
     assert!(!of(48, 1602, false).0.head_parts && !of(1, 1602, true).0.head_parts);
 }
 
-/// Parts have bits of their own, so the batch must not change a deterministic call's parts.
+/// Other parts give other bits, so the batch must not change the parts of a deterministic call.
 #[test]
 fn a_deterministic_calls_parts_are_those_of_any_batch() {
     let of = |batch, heads: (u32, u32), seqlen| {
@@ -156,8 +157,8 @@ fn a_deterministic_calls_parts_are_those_of_any_batch() {
     }
 }
 
-/// Sums of dK and dV cost a tile of few steps more than idle multiprocessors do: of a batch that fills them
-/// 0.35 to 0.5 of the rate without order. Short packed sequences of eight kv heads have none.
+/// Sums of dK and dV cost a tile of few steps more than idle multiprocessors do: a batch that fills the device runs at
+/// 0.35 to 0.5 of the rate without order. So short packed sequences of eight kv heads have no parts.
 #[test]
 fn a_deterministic_calls_parts_have_the_steps_that_repay_their_sums() {
     let of = |layout: (QLayout, KvLayout), heads: (u32, u32), (q, k): (u32, u32), dim, mask: &str| {
@@ -181,8 +182,8 @@ fn a_deterministic_calls_parts_have_the_steps_that_repay_their_sums() {
     assert_eq!(of(packed, (48, 3), (100, 100), 128, "b"), 2);
 }
 
-/// Where many key blocks begin at one of few query blocks, ordered additions make a chain of them; no batch
-/// matters to the bits, which are the same either way, but as far as memory goes.
+/// Ordered additions form a chain where many key blocks begin at one of few query blocks. The bits are the same with
+/// separate sums, so the batch matters only for memory.
 #[test]
 fn sums_of_dq_are_kept_apart_where_a_chain_of_additions_is_longer_than_the_work() {
     let of = |batch, (q, k), heads, deterministic| {
@@ -202,7 +203,7 @@ fn sums_of_dq_are_kept_apart_where_a_chain_of_additions_is_longer_than_the_work(
         BwdSpec::of(&BwdProblem::new(FwdProblem::batch(DType::Bf16, dims(1, (191, 10560), (128, 128)))));
     let tile = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&spec) };
     assert!(tile.check(&spec).unwrap_err().contains("deterministic"));
-    // 3.5 GB of 72 columns, which are 128 in memory.
+    // Sums of 72 columns, stored as 128, take 3.5 GB.
     let of = |seqlen_q| {
         let dims =
             Dims { batch: 1, num_heads_q: 1, num_heads_kv: 1, ..dims(1, (seqlen_q, 38_400), (72, 72)) };
@@ -217,8 +218,8 @@ fn sums_of_dq_are_kept_apart_where_a_chain_of_additions_is_longer_than_the_work(
     assert_eq!(of(20_000), Ok(()));
 }
 
-/// A wave of ordered key blocks, groups of some heads side by side, runs as a whole: else it would wait for what has
-/// yet to run.
+/// A wave of ordered key blocks, in groups of heads, must run as a whole; otherwise it would wait for blocks that have
+/// not started.
 #[test]
 fn groups_of_ordered_key_blocks_run_at_a_time_and_fill_the_multiprocessors() {
     let of = |(batch, heads, kv): (u32, u32, u32), seqlen, dim| {
@@ -234,7 +235,7 @@ fn groups_of_ordered_key_blocks_run_at_a_time_and_fill_the_multiprocessors() {
     };
     assert_eq!(of((3, 5, 1), (8320, 10491), 128), (5, 41, 3));
     assert_eq!(of((2, 16, 4), (5523, 5523), 256), (1, 22, 3));
-    // Heads whose Q, dO and sums fill the L2 run one by one, and their kv heads want no parts.
+    // Heads whose Q, dO and sums fill the L2 cache run one by one, and need no parts.
     assert_eq!(of((1, 8, 2), (13473, 13473), 128), (1, 106, 1));
     for seqlen in [64, 577, 1024, 4096, 20000] {
         for dim in [64, 128, 192, 256] {

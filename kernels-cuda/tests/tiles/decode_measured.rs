@@ -1,15 +1,15 @@
-//! Which kernel few queries have and how it walks their keys, held to what was measured.
+//! Tests of the kernel chosen for few queries, and of the way in which it reads their keys, against measured times.
 
 use std::collections::BTreeMap;
 
 use fmha_kernels_cuda::split::measured::{ROOM, Row, rows};
 use fmha_kernels_cuda::split::price::{CONSTANTS, micros};
 
-/// The measured ways of each call, and their prices.
+/// Measured ways of each call, with their prices.
 fn calls() -> BTreeMap<String, Vec<(f64, Row)>> {
     let mut calls: BTreeMap<String, Vec<(f64, Row)>> = BTreeMap::new();
     for row in rows().unwrap() {
-        // A way that tiles no longer have was measured in vain.
+        // A measured way that tiles no longer support is skipped.
         let Some(walk) = row.walk(&CONSTANTS) else { continue };
         let price = micros(&row.call.problem, &walk, ROOM.num_sms);
         calls.entry(format!("{} {}", row.run, row.call.name)).or_default().push((price, row));
@@ -17,7 +17,7 @@ fn calls() -> BTreeMap<String, Vec<(f64, Row)>> {
     calls
 }
 
-/// The cheapest of the ways that were timed is nearly the fastest: of each call, and of all in the mean.
+/// The cheapest of the timed ways is nearly the fastest, for each call and in the mean of all.
 #[test]
 fn the_cheapest_way_of_a_measured_call_is_nearly_the_fastest() {
     let calls = calls();

@@ -1,4 +1,4 @@
-//! The forward's choices by its model, held to what was measured.
+//! Tests of the forward's choices by its model against measured times.
 
 use fmha_core::{DType, Dims, FwdProblem, KvLayout, MaskKind, MaskSpec, QLayout};
 use fmha_kernels_cuda::schedule::TileOrder;
@@ -6,7 +6,7 @@ use fmha_kernels_cuda::sm90;
 
 use super::dims;
 
-/// A row of the forward's `measured.tsv`.
+/// Row of the forward's `measured.tsv`.
 struct MeasuredFwd {
     run: String,
     shape: String,
@@ -54,13 +54,13 @@ fn measured_fwd(run: &str) -> Vec<MeasuredFwd> {
     rows.filter(|row| row.run == run).collect()
 }
 
-/// Microseconds of one shape with `set`.
+/// Microseconds of a shape with field `set`.
 fn micros_with(rows: &[MeasuredFwd], shape: &str, set: &str) -> f64 {
     rows.iter().find(|row| row.shape == shape && row.set == set).map(|row| row.micros).unwrap()
 }
 
-/// The chosen order is never worse than the dynamic one, and the better of the two wherever the model is
-/// right: it misses that 256 tiles of at most four blocks lose to the dynamic scheduler.
+/// The chosen order is never worse than the dynamic one, and is the better of the two wherever the model is right. The
+/// model misses that 256 tiles of at most four blocks are slower than with the dynamic scheduler.
 #[test]
 fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     let rows = measured_fwd("order");
@@ -91,12 +91,12 @@ fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     assert_eq!((fixed, missed), (7, vec!["4 16/16 512/512 128/128 causal"]));
 }
 
-/// The chosen shape is never slower than the table's, and is the fastest of those measured but where the gain
-/// is less than the model requires.
+/// The chosen shape is never slower than the table's. It is the fastest of those measured, unless the gain is less than
+/// the model requires.
 #[test]
 fn the_shape_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     the_shapes_of_a_run_are_the_better_ones("shape", 7, &["3 3/3 1137/1137 128/128 causal"]);
-    // A walk whose V is prepared in the workspace has the table's; 128 rows take 27.0 us and 64 28.4.
+    // A tile whose V is prepared in the workspace keeps the table's shape: 128 rows take 27.0 us and 64 rows 28.4.
     let missed = ["1 8/4 2048/2048 64/64 causal", "1 2/1 3000/3000 96/96 full"];
     the_shapes_of_a_run_are_the_better_ones("shape_fp8", 18, &missed);
 }
@@ -124,7 +124,7 @@ fn the_shapes_of_a_run_are_the_better_ones(run: &str, num_others: i32, missed_of
     assert_eq!((others, &*missed), (num_others, missed_of_run), "{run}");
 }
 
-/// FP8 tiles have the better order too; their calls were timed with their launch.
+/// FP8 tiles also get the better order. Their times include the launch.
 #[test]
 fn the_order_of_fp8_s_tiles_is_the_better_one_of_those_measured() {
     let rows = measured_fwd("order_fp8");
@@ -142,7 +142,7 @@ fn the_order_of_fp8_s_tiles_is_the_better_one_of_those_measured() {
     assert_eq!(fixed, 3);
 }
 
-/// Packed, paged and windowed calls have the table's shape, and many tiles.
+/// Packed, paged and windowed calls, and calls of many tiles, keep the table's shape.
 #[test]
 fn the_model_leaves_the_shape_to_the_table_where_it_knows_no_lengths() {
     let of = |seqlen, layout: (QLayout, KvLayout), mask: &str| {
@@ -179,7 +179,7 @@ fn a_window_that_hides_nothing_has_no_lower_bound() {
     }
 }
 
-/// Packed, paged and windowed calls, unmasked ones and those of many tiles have the table's order.
+/// Packed, paged, windowed and unmasked calls, and calls of many tiles, keep the table's order.
 #[test]
 fn the_model_leaves_the_order_to_the_table_where_it_knows_no_lengths() {
     let of = |seqlen, layout: (QLayout, KvLayout), mask: &str| {

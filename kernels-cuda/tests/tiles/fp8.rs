@@ -1,4 +1,4 @@
-//! Tiles of FP8's forward, and V that is prepared for it.
+//! Tests of the tiles of FP8's forward, and of V that is prepared for it.
 
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, Dims, FwdProblem, KvLayout, Shape, Strides, VLayout};
@@ -7,13 +7,13 @@ use fmha_kernels_cuda::sm90::{PrepareV, PreparedValues};
 
 use super::{HEAD_DIMS, LENGTHS, RATIOS, dims};
 
-/// Problems of FP8, alone or with a V of f16, and with V in both layouts.
+/// Problems of FP8, with V in FP8 or f16, and in both layouts.
 fn problems_of_fp8() -> impl Iterator<Item = FwdProblem> {
     let sizes = RATIOS
         .into_iter()
         .flat_map(|ratio| LENGTHS.map(|lengths| HEAD_DIMS.map(|head_dims| dims(ratio, lengths, head_dims))))
         .flatten()
-        // Rows of K and V are whole 16 bytes, those of a column-major V too.
+        // Rows of K and V are a multiple of 16 bytes, also of a column-major V.
         .map(|dims| Dims { head_dim_v: dims.head_dim_v.next_multiple_of(16), ..dims });
     sizes.flat_map(|dims| {
         ["0", "b", "b:300,2"].into_iter().flat_map(move |mask| {
@@ -69,7 +69,7 @@ fn of_fp8(seqlens: (u32, u32), ratio: u32, batch: u32) -> FwdProblem {
     FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16)
 }
 
-/// Query rows of a kv head, of all its query heads, decide; and how much workspace V would take.
+/// The choice depends on the query rows of a kv head's query heads together, and on the size of V's workspace.
 #[test]
 fn a_v_of_fp8_is_prepared_once_where_many_tiles_read_it() {
     let beside = u32::try_from(sm90::PREPARE_BESIDE_ROWS).unwrap();
@@ -89,7 +89,7 @@ fn a_v_of_fp8_is_prepared_once_where_many_tiles_read_it() {
         let tile = sm90::choose_tile(&problem);
         assert_eq!(tile.prepare_v, expected, "{what}: {tile:?}");
     }
-    // Two kv heads of 4096 keys of 128 dimensions in 2 bytes are 2 MiB a sequence.
+    // A sequence's prepared V takes 2 MiB: two kv heads, 4096 keys, 128 dimensions, 2 bytes.
     let most = u32::try_from(sm90::PREPARED_BYTES >> 21).unwrap();
     for (batch, once) in [(most, true), (most + 1, false)] {
         let tile = sm90::choose_tile(&of_fp8((4096, 4096), 1, batch));
@@ -122,7 +122,7 @@ fn causal_calls_whose_queries_see_few_keys_take_exact_maxima() {
     }
 }
 
-/// Prepared V that a plan keeps, for two sequences of two kv heads.
+/// Size of the prepared V in a plan for two sequences of two kv heads.
 #[test]
 fn the_workspace_of_v_has_every_block_of_the_longest_sequence() {
     let problem = of_fp8((4096, 1000), 4, 2);
@@ -133,7 +133,7 @@ fn the_workspace_of_v_has_every_block_of_the_longest_sequence() {
         let tile = sm90::Sm90Tile { prepare_v, block_m: 128, block_n: 128, ..sm90::choose_tile(&problem) };
         let schedule = tile.schedule(&problem).unwrap();
         let values = PreparedValues::new(&problem, &tile, &schedule, 132).unwrap();
-        // 1000 keys are 8 blocks of 128, each of 8 units of sixteen keys.
+        // There are 8 blocks of 128 for 1000 keys, each of 8 units of sixteen keys.
         let expected = (8, 4, heads_per_group, 4 * 8 * 8);
         let found = (values.num_blocks, values.num_heads, values.heads_per_group, values.num_units);
         assert_eq!(found, expected, "{prepare_v:?}");
@@ -141,7 +141,7 @@ fn the_workspace_of_v_has_every_block_of_the_longest_sequence() {
         assert_eq!(values.counts_bytes(&tile), counts);
         assert_eq!(values.blocks_bytes(&spec, &tile), 4 * 8 * 128 * 128 * 2);
     }
-    // Without keys there are no units, but an address for the tensor map.
+    // Without keys there are no units, but the tensor map needs an address.
     let empty = of_fp8((4096, 0), 1, 1);
     let tile = sm90::Sm90Tile { prepare_v: PrepareV::Before, ..sm90::choose_tile(&empty) };
     let values = PreparedValues::new(&empty, &tile, &tile.schedule(&empty).unwrap(), 132).unwrap();
@@ -151,7 +151,7 @@ fn the_workspace_of_v_has_every_block_of_the_longest_sequence() {
 
 #[test]
 fn more_units_of_v_than_an_index_holds_are_refused_with_the_fields_that_make_them() {
-    // 2^13 sequences of two kv heads of 2^13 blocks, eight units each.
+    // The call has 2^13 sequences, each of two kv heads with 2^13 blocks of eight units.
     let of = |seqlen_k: u32| {
         let problem = of_fp8((1024, seqlen_k), 1, 1 << 13);
         let tile = sm90::choose_tile(&of_fp8((4096, 1024), 1, 1));

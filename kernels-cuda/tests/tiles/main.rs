@@ -1,4 +1,4 @@
-//! Tests of what the tables choose, against what the kernels take and what was measured.
+//! Tests that the tables' choices are supported by the kernels and agree with measured times.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -16,7 +16,7 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, Strides};
 use fmha_kernels_cuda::{sm90, sm90_bwd};
 
-/// Each field that a user sets, and each value of it that has a name, in a row of the page.
+/// Each field that a user may set, and each named value of it, has a row on the page.
 #[test]
 fn the_page_of_hoppers_fields_has_every_field_and_every_named_value() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/kernels/sm90-fields.md");
@@ -56,8 +56,8 @@ fn dims(ratio: u32, (seqlen_q, seqlen_k): (u32, u32), (head_dim_qk, head_dim_v):
     Dims { batch: 2, seqlen_q, seqlen_k, num_heads_q: 2 * ratio, num_heads_kv: 2, head_dim_qk, head_dim_v }
 }
 
-/// Every size with every ratio, mask and kind of sequences; rows that TMA takes and rows that it does not;
-/// each modifier.
+/// Problems of every size with every ratio of heads, mask and kind of sequences; with rows that TMA can read and rows
+/// that it can not; with each modifier.
 fn problems() -> impl Iterator<Item = FwdProblem> {
     let sizes = RATIOS
         .into_iter()
@@ -81,7 +81,7 @@ fn problems() -> impl Iterator<Item = FwdProblem> {
     })
 }
 
-/// Value of a plan's field; for `parts`, how many tiles share a kv head's query heads.
+/// Value of a plan's field. For `parts` it is the number of tiles that share a kv head's query heads.
 fn chosen(problem: &BwdProblem, field: &str) -> String {
     let spec = BwdSpec::of(problem);
     let mut tile = sm90_bwd::choose_tile(problem, &spec);

@@ -1,4 +1,4 @@
-//! Tiles that a schedule counts.
+//! Tests of the number of tiles in a schedule.
 
 use fmha_core::{DType, Dims, FwdProblem};
 use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
@@ -6,7 +6,7 @@ use fmha_kernels_cuda::sm90;
 
 use super::{dims, problems};
 
-/// A counter costs a run the clearing of it, an eighth of its issue.
+/// A tile counter must be cleared in each run, which takes an eighth of the time for queuing the call.
 #[test]
 fn a_counter_is_there_where_a_cta_may_claim_a_second_tile_and_nowhere_else() {
     let mut seen = [0, 0];
@@ -24,7 +24,7 @@ fn a_counter_is_there_where_a_cta_may_claim_a_second_tile_and_nowhere_else() {
     assert!(seen.iter().all(|&n| n > 1000), "{seen:?}");
 }
 
-/// One row block a head: as many tiles as heads times sequences.
+/// A head has one row block, so there are as many tiles as heads times sequences.
 #[test]
 fn more_tiles_than_a_schedule_counts_are_refused_with_the_fields_that_make_them() {
     let of = |batch: u32| {

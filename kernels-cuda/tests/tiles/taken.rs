@@ -1,4 +1,4 @@
-//! The tables' tiles are ones that their kernels take, on every device.
+//! Tests that kernels support their tables' tiles on every device.
 
 use fmha_core::BwdProblem;
 use fmha_core::spec::{BwdSpec, FwdSpec};
@@ -38,7 +38,7 @@ fn the_tile_that_the_blackwell_table_chooses_is_one_that_its_kernel_takes() {
     }
 }
 
-/// An A100, an RTX 3090, an H200.
+/// Shared memory and multiprocessors of an A100, an RTX 3090 and an H200.
 const ROOMS: [sm80::Room; 3] = [
     sm80::Room { smem_bytes: 166_912, num_sms: 108 },
     sm80::Room { smem_bytes: 101_376, num_sms: 82 },
@@ -56,7 +56,7 @@ fn the_tile_that_the_table_of_mma_sync_chooses_is_one_that_its_kernel_takes() {
             let mut rows = tile;
             let blocks = sm80::default_tile(&FwdSpec::of(&problem), room).block_n;
             invariant.make_batch_invariant(&problem, room, blocks);
-            // Blocks that another kernel has too, where they are larger.
+            // Larger blocks that another kernel also supports.
             let shared =
                 if problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > 192 { blocks } else { 128 };
             let has_room = room.smem_bytes > 200_000 && problem.cache.dtype.is_none();

@@ -4,15 +4,15 @@
 //   a step      one row i: a block of its heads is A, read from LDS by all waves
 //   the sum     over heads: a lane's own rows first, then those of the lane in the wave's other half
 //
-// k is read from memory once, and a workgroup walks over rows with it. The next row's q is on its way to registers
-// meanwhile. One barrier a row: a row's place in LDS is written while the row before it is multiplied.
+// k is read from memory once, and a workgroup walks over rows with it. The next row's q is loaded to registers
+// meanwhile. There is one barrier a row: a row is written to LDS while the row before it is multiplied.
 //
 // The order of elements in a product is free where A and B share it. So both are cut into chunks of 16 bytes, and a
 // lane's chunks come from memory whole.
 //
 // `Unit` is the matrix unit (cdna/index.h, rdna/index.h): the edge of a product, and which lanes have which chunks and
-// rows. FP8 is multiplied as it is where the unit has the type, else widened to 16 bits, which hold it exactly. Sums
-// are f32.
+// rows. FP8 is multiplied directly if the unit supports the type, otherwise widened to 16 bits, which hold it exactly.
+// Sums are f32.
 #pragma once
 #include <fmha/amd/index_tile.h>
 #include <fmha/amd/widen_e4m3.h>
@@ -29,7 +29,7 @@ struct IndexScores {
   static constexpr int32_t wave_keys = groups * edge, block_n = threads / kWaveSize * wave_keys;
   static constexpr int32_t m_tiles = ceil_div(spec.num_heads, edge), heads = m_tiles * edge;
   static constexpr bool has_rest = heads != spec.num_heads;  // rows of the last block without a head
-  // Chunks of 16 bytes, as they are multiplied: of a row, and of it in a lane.
+  // Number of chunks of 16 bytes, in the type that is multiplied: of a row, and of the part of a row that a lane has.
   static constexpr int32_t elems = 16 / size_bytes(tile.dtype), row_chunks = spec.head_dim / elems;
   static constexpr int32_t chunks = row_chunks / Unit::operand_halves;
   static constexpr int32_t at_once = Unit::template chunks_at_once<tile.dtype>(chunks);
@@ -39,7 +39,7 @@ struct IndexScores {
   static_assert(heads <= threads, "a thread has one weight");
 
   struct Lds {
-    // Heads of a row: [block][chunk of a lane][lane].
+    // q of a row's heads: [block][chunk of a lane][lane].
     u32x4 q[2][m_tiles * chunks * Unit::operand_halves * edge];
     alignas(16) float weights[2][heads];  // in the order of a lane's sums
   };
@@ -63,14 +63,14 @@ struct IndexScores {
     else return widen_e4m3<tile.dtype>(chunk);
   }
 
-  // A thread's part of a row on its way to LDS.
+  // A thread's part of the next row, on its way to LDS.
   struct Row {
     Stored<spec.dtype_q> chunks[own_chunks];
     float weight;
   };
 
-  // Chunks of a thread: `use(n, head, chunk)`. Eight lanes next to each other have eight heads of one chunk, so that
-  // they write to LDS side by side; the wave reads 64 bytes or more of each head.
+  // Calls `use(n, head, chunk)` for each of a thread's chunks. Eight neighbouring lanes have the same chunk of eight
+  // heads, so that they write contiguous bytes of LDS; the wave reads 64 bytes or more of each head.
   template <class Use>
   static FMHA_DEVICE void each_chunk(Use use) {
 #pragma unroll
@@ -80,7 +80,7 @@ struct IndexScores {
     }
   }
 
-  // Heads behind the last repeat it: their products are not added.
+  // Loads a row's q. Heads beyond the last one repeat it; their products are not added.
   FMHA_DEVICE void fetch(Row& to, int32_t row) const {
     each_chunk([&](int32_t n, int32_t head, int32_t chunk) __attribute__((always_inline)) {
       const int64_t at = int64_t(row) * spec.num_heads + min(head, spec.num_heads - 1);
@@ -106,7 +106,7 @@ struct IndexScores {
     float scale[groups];
   };
 
-  // Keys behind the last repeat it: their scores are not stored.
+  // Loads a wave's keys. Keys beyond the last one repeat it; their scores are not stored.
   FMHA_DEVICE void load_keys(Keys& keys, int32_t i_batch, int32_t first, int32_t length) const {
 #pragma unroll
     for (int32_t g = 0; g < groups; ++g) {
@@ -122,7 +122,7 @@ struct IndexScores {
     }
   }
 
-  // Sums over the heads of a lane, for a key of each group.
+  // Sums a row's scores over the heads that a lane has, for a key of each group.
   FMHA_DEVICE void score_row(float (&score)[groups], const Keys& keys, int32_t stage) const {
     const int32_t half = Unit::acc_half(), lane = thread_idx() % (Unit::operand_halves * edge);
 #pragma unroll
@@ -145,7 +145,7 @@ struct IndexScores {
         }
       }
       // A product needs the operands of all lanes, and WMMA all lanes (RDNA3 ISA 7.9). Without the asm the compiler
-      // moves it behind the branch of those lanes that have a head (clang 22).
+      // moves the product into a branch that only lanes with a head take (clang 22).
       if constexpr (has_rest) {
 #pragma unroll
         for (int32_t g = 0; g < groups; ++g) opaque_in_vgpr(sums[g]);
@@ -164,8 +164,8 @@ struct IndexScores {
     }
   }
 
-  // Candidates of a row. They are equal in all lanes, which the compiler does not see of what is loaded: in scalar
-  // registers, no branch around a product is one of lanes.
+  // Range of keys that a row may see. It is equal in all lanes, which the compiler does not know of loaded values: read
+  // into scalar registers, it causes no branch per lane around a product.
   FMHA_DEVICE Range keys_of(int32_t row) const {
     const Range keys = choose::keys_of(p, row);
     return {v_readfirstlane_b32(keys.begin), v_readfirstlane_b32(keys.end)};
@@ -197,7 +197,8 @@ struct IndexScores {
   }
 
   FMHA_DEVICE void run() const {
-    // Groups of rows one after another, of each all blocks of keys: neighbours in the grid read the same rows of q.
+    // Order of the grid: groups of rows one after another, and for each group all blocks of keys, so that neighbouring
+    // workgroups read the same rows of q.
     const int32_t blocks = ceil_div(p.seqlen_k, block_n), row_groups = num_workgroups() / blocks;
     const int32_t of_group = ceil_div(p.row_end - p.row_begin, row_groups);
     const int32_t group = workgroup_idx() / blocks, first = workgroup_idx() % blocks * block_n;
@@ -229,7 +230,7 @@ struct IndexScores {
       if (i_batch != loaded) load_keys(keys, i_batch, own, v_readfirstlane_b32(choose::length_of(p, i_batch)));
       loaded = i_batch;
       const int32_t following = next(row + 1);
-      // The row's q is there, and no wave reads the place of the next one.
+      // Waits until the row's q is in LDS and no wave reads the other row's place any more.
       s_barrier_of_lds();
       if (following < end) fetch(coming, following);
       float score[groups];

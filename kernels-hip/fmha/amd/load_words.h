@@ -4,7 +4,7 @@
 
 namespace fmha {
 
-// Words of 4 bytes whose address is only known to be a multiple of 4.
+// Words of 4 bytes at an address that is only known to be a multiple of 4.
 template <int words>
 using OnDwords __attribute__((aligned(4))) = Vec<uint32_t, words>;
 

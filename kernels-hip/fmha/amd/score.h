@@ -1,4 +1,5 @@
-// Modifiers that a call selects at run time, for a fragment of scores at once: one kernel serves all of them.
+// Score modifiers that a call selects at run time, for a fragment of scores at once: one compiled kernel serves all of
+// them.
 #pragma once
 #include <fmha/isa/num.h>
 #include <fmha/mask_data.h>
@@ -27,7 +28,8 @@ template <class Product>
 FMHA_DEVICE bool masks_show(const DataMasks& masks, const FwdParams& p, const SeqSpan& span, int32_t i_head, Pair pair,
                             Product product) {
   const DataMasks::Shown shown = masks.shown(span, i_head, pair.i(), pair.j());
-  // No branch around the functions: with one, pairs that they show were hidden (clang 22, gfx942; cause unknown).
+  // The functions are evaluated without a branch around them: with one, pairs that they show were hidden (clang 22,
+  // gfx942; cause unknown).
   const int32_t score_shows = functions_show<false>(p, span, i_head, pair, product);
   const int32_t shows = functions_show(p, span, i_head, pair, product);
   return ((int32_t(shown == DataMasks::Shown::Full) & score_shows) |
@@ -60,7 +62,8 @@ FMHA_DEVICE float scaled_product(const FwdParams& p, KvKind layout, const SeqSpa
 // Adds a term's elements. Places are clamped: the bias ends where the lengths do.
 template <class Elem, class Fragment>
 FMHA_DEVICE void add_elements(Fragment fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
-  // Typed before the head is added: bytes cost the backward two registers (clang 22).
+  // The pointer gets the element type before the head's offset is added: a byte pointer cost the backward two registers
+  // (clang 22).
   const Elem* data = static_cast<const Elem*>(p.bias.data) + ElementBias::first(p, span, i_head);
   fragment.forget_place();
 #pragma unroll

@@ -1,4 +1,4 @@
-// The launch that makes lists of tiles: a workgroup a list (tile_lister.h).
+// The launch that writes lists of blocks for masks as data: each workgroup writes one list (tile_lister.h).
 #pragma once
 #include <fmha/amd/mask_lanes.h>
 #include <fmha/isa/sync.h>

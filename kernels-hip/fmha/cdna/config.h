@@ -1,4 +1,4 @@
-// Compile-time choices of the CDNA forward kernel, and all numbers derived from them.
+// Compile-time choices of the CDNA forward kernel, and the numbers derived from them.
 #pragma once
 #include <fmha/cdna/tile.h>
 #include <fmha/isa/sched.h>
@@ -8,7 +8,7 @@ namespace fmha::cdna {
 
 FMHA_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 
-// 16-byte chunks in one row of LDS banks: 32 banks of 4 bytes, gfx950 has 64.
+// Number of 16-byte chunks in one row of LDS banks: 32 banks of 4 bytes; gfx950 has 64 banks.
 constexpr int kChunksPerBankRow = kArch == Arch::Gfx950 ? 16 : 8;
 
 // The low bits of `x` that number a bank row's chunks, in reverse order.
@@ -52,7 +52,7 @@ struct LdsMatrix {
     return chunk ^ swizzle(row);
   }
 
-  // The row of LDS that has row `row`.
+  // The row of LDS in which row `row` of the matrix lies.
   static FMHA_DEVICE constexpr int place_of_row(int row) {
     if constexpr (apart == 0 || rows_per_line != 2) return row;
     else return row ^ row / apart % 2;
@@ -106,8 +106,8 @@ struct LdsMatrix {
   }
 };
 
-// V, transposed when it is written to LDS: a row is a head
-// dimension with keys in KeyOrder; a lane writes `piece_rows` rows.
+// V, transposed when it is written to LDS: each row holds one head dimension, with keys in KeyOrder. A lane writes
+// `piece_rows` rows.
 template <int head_dim, int num_keys, int elem_bytes, int piece_rows>
 struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows> {
   using Matrix = LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows>;
@@ -118,7 +118,7 @@ struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, piece_ro
   // fragment; on gfx950 it takes two whole ones, so nothing is swapped there.
   static constexpr bool swaps_halves = elem_bytes == 1 && kArch != Arch::Gfx950;
 
-  // Place of a run of four keys of row `d`.
+  // Where a run of four keys of row `d` lies in LDS.
   static FMHA_DEVICE constexpr int place_of_run(int d, int i_run) {
     const int byte = i_run * kRun * elem_bytes;
     const int half = swaps_halves && d / kEdge % 2 ? kFragBytes / 2 : 0;
@@ -199,14 +199,14 @@ struct Config {
   static constexpr int num_waves = tile.block_m / kEdge;
   static constexpr int num_threads = num_waves * kWaveSize;
 
-  // Row lengths as padded: elements beyond a call's rows read as 0.
+  // Row lengths after padding: elements beyond a call's rows are read as 0.
   static constexpr int qk_steps = spec.head_dim_qk * qk_bytes / kStepBytes;
   static constexpr int d_blocks = spec.head_dim_v / kEdge;
   static_assert(spec.head_dim_qk % kEdge == 0 && spec.head_dim_v % kEdge == 0, "rows are padded to whole blocks");
   static constexpr int n_tiles = tile.block_n / kEdge;
   static constexpr int pv_steps = tile.block_n * v_bytes / kStepBytes;
 
-  // A slot is the work on one 16-byte A operand: one matrix instruction, or two.
+  // A slot is the work with one 16-byte A operand: one matrix instruction, or two.
   static constexpr int qk_at_once = Mma<spec.dtype_qk>::steps_at_once;
   static constexpr int pv_at_once = Mma<spec.dtype_v>::steps_at_once;
   static constexpr int slots_per_tile = ceil_div(qk_steps, qk_at_once);
@@ -242,7 +242,7 @@ struct Config {
            tile.block_n * chunks % num_threads == 0;
   }
   static constexpr bool direct_k = goes_direct<KMatrix>(qk_steps * 2);
-  // One-byte rows of 32 would be read with two lanes to a bank.
+  // One-byte rows of 32 elements are left out: two lanes would read from one bank.
   static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && spec.head_dim_v * v_bytes >= 64 &&
                                    goes_direct<VRowMajor>(spec.head_dim_v * v_bytes / kFragBytes);
 

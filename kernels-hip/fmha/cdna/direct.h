@@ -1,5 +1,6 @@
-// Global memory straight to LDS (gfx950): no registers hold the data in flight, and no instruction stores it. K has
-// the same LDS layout as on the other path; V keeps its memory layout and is transposed by the reads.
+// Loads from global memory straight to LDS (gfx950): no registers hold the data in flight, and no instruction stores
+// it. K has the same LDS layout as with loads through registers; V keeps its memory layout and is transposed when it is
+// read.
 #pragma once
 #include <fmha/cdna/load.h>
 

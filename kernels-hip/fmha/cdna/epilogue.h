@@ -14,7 +14,7 @@ FMHA_DEVICE float saturated(float x) {
   return x > most ? most : x < -most ? -most : x;
 }
 
-// Four adjacent elements of O, aligned to their size.
+// Stores four adjacent elements of O to an address that is a multiple of their size.
 template <DType dtype>
 FMHA_DEVICE void store_run_of_o(uint8_t* to, float a, float b, float c, float d) {
   const u32x4 run = pack_run<dtype>(saturated<dtype>(a), saturated<dtype>(b), saturated<dtype>(c), saturated<dtype>(d));
@@ -31,7 +31,7 @@ FMHA_DEVICE void store_elem_of_o(uint8_t* to, float x) {
   if constexpr (size_bytes(dtype) == 1) *to = uint8_t(word);
 }
 
-// Element of O's first dimension, for this lane's query.
+// Offset of the first element of this lane's query in O.
 FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query) {
   return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
 }

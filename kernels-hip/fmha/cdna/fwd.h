@@ -50,7 +50,7 @@ FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
   job.scale = is_zero ? 1.f : -job.scale;
 }
 
-// Keep mask for tests: the keep bit of every position within the lengths, masked or not.
+// Writes the keep mask for tests: the keep bit of every position within the lengths, masked or not.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
   const FwdParams& p = params.fwd;
@@ -105,8 +105,8 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   const auto walk = walk_of<spec, tile>(job, queries, m_block);
   bool hidden = false;
   if (walk.num_tiles > 0) {
-    // All waves have read the last V of the previous tile: LDS is free. (The simple loop starts each step with a
-    // barrier.)
+    // Waits until all waves have read the last V of the previous tile, so that LDS is free. (The simple loop starts
+    // each step with a barrier.)
     if constexpr (tile.order == TileOrder::Static && !C::is_simple) s_barrier();
     using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
     hidden = Loop(wave, lds, p, job, queries, walk).run();

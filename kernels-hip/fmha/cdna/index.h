@@ -8,19 +8,19 @@ namespace fmha::cdna {
 struct IndexUnit {
   using Acc = fmha::Acc;
   static constexpr int edge = kEdge, acc_elems = 16;
-  // Parts of a row that lanes with the same row or column have.
+  // Number of parts of a row, which lanes with the same row or column hold.
   static constexpr int operand_halves = 2;
 
   static FMHA_DEVICE int operand_half() { return lane_half(); }
   static FMHA_DEVICE int acc_half() { return lane_half(); }
   static FMHA_DEVICE constexpr int row_of(int elem, int half) { return acc_row(elem, half); }
-  // Place of a row where each half of the wave has its rows in the order of its sums.
+  // Place of a row in LDS such that each half of the wave has its rows in the order of its sums.
   static FMHA_DEVICE constexpr int place_of_row(int row) {
     return row / kRun % 2 * acc_elems + row / (2 * kRun) * kRun + row % kRun;
   }
   static FMHA_DEVICE float other_half(float x) { return fmha::other_half(x); }
 
-  // Chunks of an instruction: gfx950 multiplies two of FP8 at twice the rate.
+  // Number of chunks of one instruction: gfx950 has one for two chunks of FP8, at twice the rate.
   template <DType dtype>
   static FMHA_DEVICE constexpr int chunks_at_once(int of_lane) {
     return of_lane % Mma<dtype>::steps_at_once == 0 ? Mma<dtype>::steps_at_once : 1;

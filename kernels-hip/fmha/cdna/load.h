@@ -1,5 +1,5 @@
-// Global memory to registers to LDS: K keeps its layout, V is transposed, so that both products read their operands as
-// 16-byte fragments.
+// Loads tiles from global memory to registers and stores them to LDS: K keeps its layout, V is transposed, so that both
+// products read their operands as 16-byte fragments.
 #pragma once
 #include <fmha/cdna/config.h>
 #include <fmha/isa/buffer.h>
@@ -16,7 +16,7 @@ struct Rows {
   int32_t row_bytes;
 };
 
-// Size for a buffer descriptor that ends with the last row.
+// Size for a buffer descriptor that ends with the last of `rows`.
 FMHA_DEVICE int32_t described_bytes(const Rows& rows) {
   constexpr int64_t kMost = 0x7fffffff;
   return rows.num_rows > 0 ? int32_t(min((rows.num_rows - 1) * rows.stride_bytes + rows.row_bytes, kMost)) : 0;
@@ -66,7 +66,7 @@ class VectorReader {
   }
 
 #if defined(__gfx950__)
-  // 16 bytes a lane, to LDS address `to` and on. Rows end on 16 bytes.
+  // Loads 16 bytes a lane to LDS, from address `to` on. Rows end at multiples of 16 bytes.
   FMHA_DEVICE void read_to_lds(int32_t place, int32_t rows, uint32_t to) const {
     buffer_load_dwordx4_lds(from_, place + rows * stride_bytes_, to);
   }
@@ -108,7 +108,7 @@ class TailReader {
 
 FMHA_DEVICE Frag frag_of(const Words<4>& x) { return Frag{x[0], x[1], x[2], x[3]}; }
 
-// Q of one wave: its lane's query, in fragments.
+// Q of one wave: each lane's query, in fragments.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows, int32_t row) {
   using C = Config<spec, tile>;
@@ -139,7 +139,8 @@ class KLoad {
     const Reader reader(rows);
     const int id = part * C::num_threads + thread_idx();
     const int byte = id % chunks_per_row * kFragBytes;
-    // Otherwise the thread's position differs from part to part, and from_ holds only the tile's offset.
+    // If parts are not adjacent, the thread's position differs from part to part, and from_ holds only the tile's
+    // offset.
     chunk_[part] = adjacent ? reader.read_below(from_, part * rows_per_part, byte)
                             : reader.read_below(Reader::place(rows, id / chunks_per_row, byte) + from_, 0, byte);
   }
@@ -152,14 +153,14 @@ class KLoad {
     *reinterpret_cast<Frag*>(&k.bytes[at]) = frag_of(chunk_[part]);
   }
 
-  // Once, before the first load: all tiles have the strides of `rows`.
+  // Computes addresses once, before the first load: all tiles have the strides of `rows`.
   FMHA_DEVICE void find_addresses(const Rows& rows) {
     const int thread = opaque_thread_idx(), row = thread / chunks_per_row, chunk = thread % chunks_per_row;
     from_ = adjacent ? Reader::place(rows, row, chunk * kFragBytes) : 0;
     place_ = C::KMatrix::offset(row, chunk);
   }
 
-  // Advances by whole tiles, or goes back.
+  // Moves the addresses by `tiles` whole tiles, forwards or backwards.
   FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * tile.block_n); }
 
   // Called in every step, so that the compiler recomputes dependent values instead of keeping registers.
@@ -175,14 +176,15 @@ class KLoad {
   int place_;
 };
 
-// Element j of each of four rows, packed: a column of a 4 x n tile of `elem_bytes`.
+// Packs element j of each of four rows: a column of a 4 x n tile of elements of `elem_bytes` bytes.
 template <int elem_bytes, int words>
 FMHA_DEVICE Words<elem_bytes> column_of(const Words<words> (&rows)[kRun], int j) {
   if constexpr (elem_bytes == 2) {
     const uint32_t halves = j % 2 ? 0x07060302 : 0x05040100;
     return {{v_perm_b32(rows[1][j / 2], rows[0][j / 2], halves), v_perm_b32(rows[3][j / 2], rows[2][j / 2], halves)}};
   } else {
-    // Columns j and j + 1 of two rows each: the next call makes them too, and the compiler shares the work.
+    // The words hold columns j and j + 1 of two rows each. The next call computes the same words, and the compiler
+    // shares the work.
     const uint32_t two_columns = j % 4 < 2 ? 0x05010400 : 0x07030602, halves = j % 2 ? 0x07060302 : 0x05040100;
     const uint32_t upper = v_perm_b32(rows[1][j / 4], rows[0][j / 4], two_columns);
     const uint32_t lower = v_perm_b32(rows[3][j / 4], rows[2][j / 4], two_columns);
@@ -293,7 +295,7 @@ class VLoad<spec, tile, VLayout::ColMajor> {
  public:
   static constexpr int issue_parts = 1, store_parts = per_thread;
 
-  // The last tile may end inside a dword: it is read element by element.
+  // The last tile may end inside a dword, so it is read element by element.
   template <int>
   FMHA_DEVICE void issue(Rows rows, typename C::VMatrix&, uint32_t) {
     if (rows.row_bytes >= tile.block_n * C::v_bytes) {

@@ -21,7 +21,7 @@
 
 namespace fmha::cdna {
 
-// Tiles of keys that some query of the workgroup sees: those of sink columns, then the band's.
+// The tiles of keys that some query of the workgroup sees: those of sink columns come first, then those of the band.
 struct TileWalk {
   int32_t num_sink_tiles, first_band_tile, num_tiles;
 
@@ -87,7 +87,7 @@ FMHA_DEVICE Cursor<tile> v_cursor(const CdnaParams& p, const Job& job) {
   return {rows, p.fwd.v.row * C::v_bytes, false, C::v_bytes};
 }
 
-// The walk over keys: under masks as data by a list that a launch before has made.
+// The walk over tiles of keys. Under masks as data it follows a list that an earlier launch has made.
 template <CdnaSpec spec>
 using WalkOf = typename Choose<spec.masks, ListWalk, TileWalk>::type;
 
@@ -117,8 +117,8 @@ class MainLoop {
     v_cursor_.advance(walk.tile_at(0));
   }
 
-  // Runs all tiles. True if NaN or infinity was zeroed in V: the caller then runs `add_back_nonfinite` once O is
-  // written.
+  // Processes all tiles. Returns true if a NaN or an infinity was zeroed in V: the caller then runs
+  // `add_back_nonfinite` once O is written.
   FMHA_DEVICE bool run() {
     // Unrolled by two, so that registers and LDS stages have the same roles at the start of each round. An odd step is
     // peeled off in front: an exit in the middle of a round would need a copy of O.
@@ -146,7 +146,8 @@ class MainLoop {
   // is a third of all code, but saves the loop 16 registers, without which eight waves a CU would spill.
   static constexpr bool starts_mid_round = spec.modifies;
 
-  // n >= 0, hidden from the compiler, which would otherwise peel the first iteration into a copy.
+  // Whether n >= 0, in a form that the compiler does not see through: otherwise it would peel the first iteration into
+  // a copy.
   static FMHA_DEVICE bool is_real_step(int32_t n) {
     uint32_t sign = uint32_t(n) >> 31;
     opaque_in_sgpr(sign);
@@ -312,7 +313,7 @@ class MainLoop {
     }
   }
 
-  // S(n+1) = K(n+1) Q, interleaved with the global loads and most of P(n).
+  // Computes S(n+1) = K(n+1) Q, interleaved with the global loads and most of P(n).
   template <class Make>
   FMHA_DEVICE void interleaved_scores(Make make, Scores<spec, tile>& s_next, typename C::Stage& now,
                                  typename C::Stage& next,
@@ -343,8 +344,8 @@ class MainLoop {
     });
   }
 
-  // O += V(n) P(n), interleaved with the rest of P(n), max S(n+1) and the stores to LDS. The barrier
-  // follows this wave's last read of V(n); after it the operands of the next step are read from LDS.
+  // Computes O += V(n) P(n), interleaved with the rest of P(n), the maximum of S(n+1) and the stores to LDS. The
+  // barrier follows this wave's last read of V(n); after it the operands of the next step are read from LDS.
   template <class Make>
   FMHA_DEVICE float interleaved_values(Make make, const PFrags<spec, tile>& p_frags, const Scores<spec, tile>& s_next,
                                   typename C::Stage& now, typename C::Stage& next,

@@ -10,7 +10,7 @@
 
 namespace fmha::cdna {
 
-// The top bit of each element of a word whose value is not finite.
+// Sets the top bit of each element of a word that is NaN or infinite.
 template <DType dtype>
 FMHA_DEVICE uint32_t nonfinite_elems(uint32_t word) {
   constexpr uint32_t ones = size_bytes(dtype) == 2 ? 0x00010001 : 0x01010101;
@@ -44,8 +44,8 @@ FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, const Walk& wal
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
 
-// Called by all waves once V of a partly masked tile is in LDS. Replaces NaN and infinity by 0; true if there were
-// any.
+// Called by all waves once V of a partly masked tile is in LDS. Replaces NaN and infinity by 0; returns true if there
+// were any.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE bool zero_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;

@@ -1,4 +1,4 @@
-// O's type, which a call chooses at run time.
+// Data type of O, which a call chooses at run time.
 #pragma once
 #include <fmha/cdna/tile.h>
 #include <fmha/isa/hip.h>

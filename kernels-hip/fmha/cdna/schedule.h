@@ -31,7 +31,7 @@ struct Balance {
   }
 };
 
-// One step: the shares of S = K Q, then those of O += V P.
+// Schedule of one step: the shares of S = K Q, then those of O += V P.
 template <CdnaSpec spec, CdnaTile tile, int num_loads, int num_stores>
 struct Schedule {
   using C = Config<spec, tile>;
@@ -41,7 +41,7 @@ struct Schedule {
   static constexpr int shares = qk_shares + pv_shares;
   // Stores to LDS must come before this share: its barrier tells the other waves that the stage is complete.
   static constexpr int before_barrier = qk_shares + (C::pv_slots - C::slots_ahead) * Pv::parts;
-  // S has 16 registers a tile; the maximum takes two at a time.
+  // S has 16 registers for each tile of keys; the maximum takes two at a time.
   using P = Probabilities<spec, tile>;
   static constexpr int num_maxima = C::n_tiles * 8;
   static constexpr int parts_of_frag = kFragBytes / C::v_bytes;

@@ -6,13 +6,13 @@
 
 namespace fmha::cdna {
 
-// Rows as in `Rows`, but with 64-bit strides and no buffer descriptor.
+// Rows of a matrix as in `Rows`, but with 64-bit strides and without a buffer descriptor.
 struct Elements {
   const uint8_t* data;
   int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
   int32_t num_rows, num_elems;
 
-  // 0 outside.
+  // Reads an element; outside of the rows it is 0.
   template <int bytes>
   FMHA_DEVICE uint32_t at(int32_t row, int32_t elem) const {
     if (row >= num_rows || elem >= num_elems) return 0;
@@ -22,7 +22,7 @@ struct Elements {
   }
 };
 
-// `to[place(row, elem)]`, in bytes, for all rows and elements of a tile.
+// Writes `to[place(row, elem)]`, in bytes, for all rows and elements of a tile.
 template <int num_threads, int rows, int elems, int bytes, class Place>
 FMHA_DEVICE void copy_elements(uint8_t* to, const Elements& from, Place place) {
 #pragma nounroll
@@ -34,7 +34,7 @@ FMHA_DEVICE void copy_elements(uint8_t* to, const Elements& from, Place place) {
   }
 }
 
-// Rows of Q, or of K: as K lies in LDS.
+// Rows of Q in LDS, or of K, in K's layout.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void copy_rows(typename Config<spec, tile>::KMatrix& k, const Rows& rows) {
   using C = Config<spec, tile>;
@@ -46,7 +46,7 @@ FMHA_DEVICE void copy_rows(typename Config<spec, tile>::KMatrix& k, const Rows& 
       });
 }
 
-// Q through the LDS space of K, one K tile's number of rows at a time.
+// Loads Q through the LDS space of K, as many rows at a time as a tile of K has.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void load_q_by_element(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, Rows rows) {
   using C = Config<spec, tile>;
@@ -71,7 +71,7 @@ FMHA_DEVICE void load_q_by_element(Wave<spec, tile>& wave, typename Config<spec,
   }
 }
 
-// Tiles by dword loads; the next tile's loads are in flight while this one is processed.
+// Loads tiles by dwords; the next tile's loads are in flight while the current one is processed.
 template <CdnaSpec spec, CdnaTile tile>
 class WideTiles {
   using C = Config<spec, tile>;
@@ -106,7 +106,7 @@ class WideTiles {
   VLoad<spec, tile> v_;
 };
 
-// Tiles element by element, loaded when they are needed.
+// Loads tiles element by element, when they are needed.
 template <CdnaSpec spec, CdnaTile tile>
 class ElementTiles {
   using C = Config<spec, tile>;
@@ -116,7 +116,7 @@ class ElementTiles {
 
   FMHA_DEVICE void issue_loads(int32_t, typename C::Stage&) const {}
 
-  // V transposed, in KeyOrder.
+  // Stores V to LDS, transposed, in KeyOrder.
   FMHA_DEVICE void store_to_lds(const CdnaParams& p, int32_t i_tile, typename C::Stage& to) const {
     const int64_t first = int64_t(job_.span.k_row) + i_tile * tile.block_n;
     const int32_t num_keys = job_.span.seqlen_k - i_tile * tile.block_n;
@@ -157,7 +157,8 @@ class SimpleLoop {
 #pragma nounroll
     for (int32_t n = 0; n < walk_.num_tiles; ++n) {
       const int32_t i_tile = walk_.tile_at(n), first_key = i_tile * tile.block_n;
-      // Reloaded for each tile: kept in registers, the parameters of modifiers, dropout and strides would spill SGPRs.
+      // Parameters are reloaded for each tile: kept in registers, those of modifiers, dropout and strides would spill
+      // SGPRs.
       const CdnaParams& p = reload_params<CdnaParams>();
       s_barrier();  // all waves have read the previous tile
       tiles_.store_to_lds(p, i_tile, stage_);

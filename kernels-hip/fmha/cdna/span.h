@@ -1,4 +1,4 @@
-// A sequence's place and lengths in scalar registers.
+// Reads where a sequence lies, and its lengths, into scalar registers.
 #pragma once
 #include <fmha/isa/lane.h>
 #include <fmha/seq.h>

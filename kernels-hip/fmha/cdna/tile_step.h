@@ -46,15 +46,16 @@ struct Wave {
 template <CdnaSpec spec>
 constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
 
-// P's scale, in log2 (Config). For bf16, whose V may reach f32's largest number, P is scaled below 1 by the number
-// of keys, so that no sum of P V overflows f32 unless O does; scaling by a power of two changes no mantissa bit.
+// Power of two by which P is scaled, in log2 (Config). For bf16, whose V may reach f32's largest number, P is scaled
+// below 1 by the number of keys, so that no sum of P V overflows f32 unless O does; scaling by a power of two changes
+// no mantissa bit.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
   return __builtin_clz(job.span.seqlen_k | 1) - 32;
 }
 
-// Accumulators of S^T for one wave and tile; P in the order of the product P V.
+// Accumulators of S^T for one wave and tile; the next type is P in the order of the product P V.
 template <CdnaSpec spec, CdnaTile tile>
 using Scores = Array<Acc, Config<spec, tile>::n_tiles>;
 template <CdnaSpec spec, CdnaTile tile>
@@ -98,8 +99,8 @@ FMHA_DEVICE void for_each(Body body) {
   }
 }
 
-// The matrix instructions of one slot, C += A B over the steps from `first` on; after each of them `between` issues
-// the vector work that is placed there.
+// Issues the matrix instructions of one slot, C += A B over the steps from `first` on. After each of them `between`
+// issues the vector work that is placed there.
 template <DType dtype, int first, int steps, class Between>
 FMHA_DEVICE Acc mma_slot(const typename Mma<dtype>::Operand& a, const Array<Frag, steps>& b, Acc c, Between between) {
   using M = Mma<dtype>;
@@ -117,7 +118,7 @@ FMHA_DEVICE Acc mma_slot(const typename Mma<dtype>::Operand& a, const Array<Frag
   return c;
 }
 
-// S^T = K Q^T without interleaving.
+// Computes S^T = K Q^T without interleaving.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename Config<spec, tile>::KMatrix& k) {
   using C = Config<spec, tile>;
@@ -132,7 +133,7 @@ FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typena
   return s;
 }
 
-// Applies soft-cap and bias; afterwards s is natural.
+// Applies soft-cap and bias; afterwards the scores in `s` are natural ones.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& job, const Wave<spec, tile>& wave,
                         int32_t first_key) {
@@ -144,7 +145,7 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& j
   }
 }
 
-// Hides those pairs of a tile that masks as data, or a mask as code in addition, hide.
+// Hides pairs of a tile that masks as data or a mask as code hide.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
   constexpr int blocks = Config<spec, tile>::n_tiles;
@@ -195,7 +196,7 @@ FMHA_DEVICE bool needs_no_mask(const Job& job, const Wave<spec, tile>& wave, int
          (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);
 }
 
-// The maximum of a tile, two elements at a time (v_max3), in two independent chains to hide latency.
+// Computes the maximum of a tile, two elements at a time (v_max3), in two independent chains to hide latency.
 template <CdnaSpec spec, CdnaTile tile>
 struct RunningMax {
   static constexpr int parts = Config<spec, tile>::n_tiles * 8;
@@ -269,7 +270,7 @@ FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& w
   }
 }
 
-// Dropout for four consecutive keys.
+// Applies dropout to four consecutive keys.
 template <CdnaSpec spec>
 FMHA_DEVICE void drop_four(Acc& p_tile, int i, const CdnaParams& params, const Job& job, int32_t query,
                           int32_t first_key) {
@@ -285,7 +286,7 @@ FMHA_DEVICE void drop_four(Acc& p_tile, int i, const CdnaParams& params, const J
 template <CdnaSpec spec, CdnaTile tile>
 struct Probabilities {
   using C = Config<spec, tile>;
-  // The stages of a software pipeline over pairs of elements; one more pair's worth of parts drains it.
+  // Stages of a software pipeline over pairs of elements. After the last pair one more step drains the pipeline.
   enum What { kExp, kExpOfSecond, kProducts, kSums, kPack, kWhats };
   static constexpr int pairs = C::n_tiles * 8, parts = (pairs + 1) * kWhats;
   static constexpr int per_word = Mma<spec.dtype_v>::per_word;
@@ -380,7 +381,7 @@ struct Probabilities {
   }
 };
 
-// P without interleaving, for the first and the last tile; its sum is added to the row's.
+// Computes P without interleaving, for the first and the last tile; its sum is added to the row's.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const CdnaParams& p,
                                              const Job& job, int32_t first_key) {
@@ -393,7 +394,7 @@ FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, t
   return frags;
 }
 
-// O^T += V^T P^T without interleaving.
+// Computes O^T += V^T P^T without interleaving.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const PFrags<spec, tile>& p_frags,
                                  const typename Config<spec, tile>::VMatrix& v) {

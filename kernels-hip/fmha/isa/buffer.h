@@ -1,4 +1,4 @@
-// Buffer instructions: loads through a descriptor, which gives 0 beyond its end.
+// Buffer instructions: loads through a descriptor. A load beyond the descriptor's end gives 0.
 #pragma once
 #include <fmha/isa/hip.h>
 
@@ -6,7 +6,7 @@ namespace fmha {
 
 using BufferDescriptor = __amdgpu_buffer_rsrc_t;
 
-// An offset that no descriptor of ours covers.
+// An offset beyond the end of every descriptor that the kernels make.
 constexpr int32_t kOutOfRange = -2147483647 - 1;
 
 // needs: gfx90a. Buffer resource descriptor, CDNA3 ISA 9.1.5: raw (stride 0), 32-bit data format;
@@ -47,10 +47,9 @@ FMHA_DEVICE uint32_t lds_address(const void* bytes) {
 }
 
 #if defined(__gfx950__)
-// needs: gfx950. BUFFER_LOAD_DWORDX4 with LDS = 1, CDNA4 ISA 9.1.9: lane l's 16 bytes go to LDS address
-// `to` + 16 l, where `to` is equal in all lanes; zeros beyond the descriptor's end. Done when
-// `s_waitcnt_vmcnt` says so. Text and no builtin: after the builtin the compiler lets every read of LDS
-// wait for it, whichever bytes it reads.
+// needs: gfx950. BUFFER_LOAD_DWORDX4 with LDS = 1, CDNA4 ISA 9.1.9: lane l's 16 bytes go to LDS address `to` + 16 l,
+// where `to` is equal in all lanes; zeros beyond the descriptor's end. Done when `s_waitcnt_vmcnt` says so. It is
+// inline assembly, since after the builtin the compiler lets every read of LDS wait for it, whichever bytes are read.
 FMHA_DEVICE void buffer_load_dwordx4_lds(BufferDescriptor from, int32_t offset, uint32_t to) {
   asm volatile(
       "s_nop 0\n\t"  // M0 is read a wait state after it is written

@@ -17,7 +17,7 @@ namespace fmha {
 template <class T, int n>
 using Vec = T __attribute__((ext_vector_type(n)));
 
-// A if the condition holds, else B.
+// Type A if the condition holds, otherwise B.
 template <bool condition, class A, class B>
 struct Choose {
   using type = A;

@@ -4,7 +4,7 @@
 
 namespace fmha {
 
-// RDNA's waves are of 32, CDNA's of 64.
+// Lanes of a wave: 32 on RDNA, 64 on CDNA.
 constexpr int kWaveSize = kArch == Arch::Gfx1100 || kArch == Arch::Gfx1201 ? 32 : 64;
 
 // needs: gfx90a. VGPR initialisation: work-item id X.
@@ -31,7 +31,7 @@ FMHA_DEVICE float ds_bpermute_b32(int lane, float x) {
   return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, x)));
 }
 
-// needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: of whole numbers.
+// needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: the value of lane `lane`, for integers.
 FMHA_DEVICE int ds_bpermute_b32(int lane, int x) { return __builtin_amdgcn_ds_bpermute(lane * 4, x); }
 
 // needs: gfx90a. DS_ADD_U32, CDNA3 ISA 12.12: adds to a word of LDS, whatever other lanes add.
@@ -45,7 +45,7 @@ FMHA_DEVICE void global_atomic_add(uint32_t& word, uint32_t x) {
 }
 
 #if defined(__gfx950__)
-// needs: gfx950. V_PERMLANE32_SWAP_B32, CDNA4 ISA 12.8: {low half of a and b, high half of a and b}.
+// needs: gfx950. V_PERMLANE32_SWAP_B32, CDNA4 ISA 12.8: returns {low halves of a and b, high halves of a and b}.
 FMHA_DEVICE u32x2 v_permlane32_swap_b32(uint32_t a, uint32_t b) {
   auto r = __builtin_amdgcn_permlane32_swap(a, b, false, false);
   return u32x2{r[0], r[1]};

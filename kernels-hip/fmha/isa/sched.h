@@ -4,7 +4,7 @@
 
 namespace fmha {
 
-// needs: gfx90a. SCHED_BARRIER: nothing is scheduled across.
+// needs: gfx90a. SCHED_BARRIER: the compiler moves no instruction across it.
 // https://llvm.org/docs/AMDGPUUsage.html#llvm-ir-intrinsics
 FMHA_DEVICE void sched_barrier() { __builtin_amdgcn_sched_barrier(0); }
 
@@ -33,8 +33,8 @@ FMHA_DEVICE void opaque_in_sgpr(uint32_t& x) {
   asm volatile("" : "+s"(x));
 }
 
-// needs: gfx90a. The kernel's argument struct behind an opaque pointer: fields are loaded here (by S_LOAD, for it lies
-// in constant memory) and not kept in registers from earlier loads.
+// needs: gfx90a. Returns the kernel's argument struct behind an opaque pointer. Its fields are loaded again (by S_LOAD,
+// from constant memory) and not kept in registers from earlier loads.
 // https://llvm.org/docs/AMDGPUUsage.html#llvm-ir-intrinsics
 template <class Params>
 FMHA_DEVICE const Params& reload_params() {

@@ -12,8 +12,8 @@ FMHA_DEVICE void s_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
 
-// needs: gfx90a. S_BARRIER, CDNA3 ISA 4.4, for what waves tell each other by LDS alone: memory that some have written
-// others may not see. RDNA's waves may be on two compute units, so that s_barrier waits for all memory and empties
+// needs: gfx90a. S_BARRIER, CDNA3 ISA 4.4, for waves that exchange data by LDS only: writes to other memory may not be
+// visible to other waves. RDNA's waves may be on two compute units, so that s_barrier waits for all memory and empties
 // the nearest cache (BUFFER_GL0_INV, RDNA3 ISA 16.15; GLOBAL_INV, RDNA4 ISA 16.16); this one does neither. Compilers
 // before 19 have one fence.
 FMHA_DEVICE void s_barrier_of_lds() {

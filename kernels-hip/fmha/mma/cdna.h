@@ -29,8 +29,8 @@ FMHA_DEVICE int lane_half(int thread = thread_idx()) { return thread / kEdge % 2
 constexpr int kRun = 4;
 FMHA_DEVICE constexpr int acc_row(int i, int half) { return 8 * (i / kRun) + 4 * half + i % kRun; }
 
-// The contraction of P V runs over the rows of an accumulator of S, in the order in which its
-// registers become fragments. So V's row `key` stands at this place of its 32-byte step.
+// The contraction of P V runs over the rows of an accumulator of S, in the order in which its registers become
+// fragments. So this is the place of V's row `key` in its 32-byte step.
 template <int elem_bytes>
 struct KeyOrder {
   static constexpr int per_step = kStepBytes / elem_bytes;
@@ -63,11 +63,11 @@ struct Mma {
   static constexpr int parts = wide && !is_fp8(dtype) ? 1 : 2;
   static constexpr int per_word = 4 / size_bytes(dtype);  // elements in a word of a fragment
 
-  // Fragments of `steps_at_once` steps, side by side.
+  // Fragments of `steps_at_once` adjacent steps.
   using Operand = Array<Frag, steps_at_once>;
 };
 
-// Instruction `part` of C += A B over one step.
+// Issues instruction `part` of C += A B over one step.
 template <DType dtype>
 FMHA_DEVICE Acc mma_part(Frag a, Frag b, int part, Acc c) {
   static_assert(dtype != DType::F32, "MFMA of f32 operands is no kernel's here");
@@ -93,7 +93,7 @@ FMHA_DEVICE Acc mma_part(Frag a, Frag b, int part, Acc c) {
 }
 
 #if defined(__gfx950__)
-// C += A B over two steps of FP8.
+// Computes C += A B over two steps of FP8.
 template <DType dtype>
 FMHA_DEVICE Acc mma_two_steps(Frag a0, Frag b0, Frag a1, Frag b1, Acc c) {
   constexpr F8f6f4 type = is_e4m3(dtype) ? F8f6f4::Fp8 : F8f6f4::Bf8;
@@ -104,7 +104,7 @@ FMHA_DEVICE Acc mma_two_steps(Frag a0, Frag b0, Frag a1, Frag b1, Acc c) {
 }
 #endif
 
-// Four values in FP8. Both halves of `any` are overwritten: only its register matters.
+// Converts four values to FP8. Both halves of `any` are overwritten: its content does not matter, only its register.
 template <DType dtype>
 FMHA_DEVICE uint32_t fp8_word(float a, float b, float c, float d, uint32_t any) {
 #if defined(__gfx942__) || defined(__gfx950__)
@@ -115,7 +115,7 @@ FMHA_DEVICE uint32_t fp8_word(float a, float b, float c, float d, uint32_t any) 
 #endif
 }
 
-// Four values of at most `max_finite(dtype)` in `dtype`, in the low bytes.
+// Converts four values of at most `max_finite(dtype)` to `dtype`, in the low bytes.
 template <DType dtype>
 FMHA_DEVICE u32x4 pack_run(float a, float b, float c, float d) {
   if constexpr (dtype == DType::F32) {
@@ -132,8 +132,8 @@ FMHA_DEVICE u32x4 pack_run(float a, float b, float c, float d) {
   }
 }
 
-// Two P in bf16 in one word. P is not negative and not subnormal, so half a unit added to the bits
-// rounds to nearest (ties away from 0); gfx950 has an instruction, which rounds ties to even.
+// Packs two P in bf16 in one word. P is not negative and not subnormal, so half a unit added to the bits rounds to
+// nearest (ties away from 0); gfx950 has an instruction, which rounds ties to even.
 FMHA_DEVICE uint32_t pack_p_bf16(float a, float b) {
   if constexpr (kArch == Arch::Gfx950) {
     return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
@@ -156,7 +156,7 @@ FMHA_DEVICE uint32_t p_word(const Acc& p, int first, uint32_t old) {
   }
 }
 
-// Value of the lane with the same column in the wave's other half.
+// Value of the lane in the wave's other half that has the same column.
 FMHA_DEVICE float other_half(float x) {
 #if defined(__gfx950__)
   const u32x2 swapped = v_permlane32_swap_b32(bits_of(x), bits_of(x));
@@ -166,8 +166,8 @@ FMHA_DEVICE float other_half(float x) {
 #endif
 }
 
-// The maximum over both halves of the wave, of the same column, and of `lowest`, which spares two instructions that
-// would make a NaN quiet.
+// The maximum over both halves of the wave, of the same column, and of -infinity in an opaque register, which saves two
+// instructions that would quiet a NaN.
 FMHA_DEVICE float max_of_halves(float x, float opaque_neg_inf) {
 #if defined(__gfx950__)
   // Each half of the wave finds its own value in one result and the other half's in the other.

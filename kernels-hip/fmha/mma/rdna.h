@@ -26,14 +26,15 @@ FMHA_DEVICE int lane_half(int thread = thread_idx()) { return thread / kEdge % 2
 // Row of register i of an accumulator. RDNA3 ISA 7.9, RDNA4 ISA 7.12.
 FMHA_DEVICE constexpr int acc_row(int i, int half) { return kRepeats ? 2 * i + half : 8 * half + i; }
 
-// The contraction of P V runs over the rows of an accumulator of S^T. On gfx12 they lie as an operand has them. On
-// gfx11 a lane has every second row, and the two halves of the wave exchange theirs: the even rows come first.
+// The contraction of P V runs over the rows of an accumulator of S^T. On gfx12 these rows are in the order of an
+// operand. On gfx11 a lane has every second row, and the two halves of the wave exchange rows: the even rows come
+// first.
 FMHA_DEVICE constexpr int key_of_place(int place) {
   return !kRepeats ? place : place < 8 ? 2 * place : 2 * place - 15;
 }
 FMHA_DEVICE constexpr int place_of_key(int key) { return !kRepeats ? key : key % 2 * 8 + key / 2; }
 
-// A lane's share of an operand, and half of a row of 16.
+// A lane's part of an operand; the next type is half of a row of 16 elements.
 template <DType dtype>
 struct Fragment {
   static constexpr int words = kOperandElems * size_bytes(dtype) / 4, half_words = 2 * size_bytes(dtype);
@@ -43,7 +44,7 @@ using Operand = Vec<uint32_t, Fragment<dtype>::words>;
 template <DType dtype>
 using HalfOperand = Vec<uint32_t, Fragment<dtype>::half_words>;
 
-// C += A B.
+// Computes C += A B.
 template <DType dtype>
 FMHA_DEVICE Acc mma(const Operand<dtype>& a, const Operand<dtype>& b, Acc c) {
 #if defined(__gfx1100__)
@@ -84,15 +85,16 @@ FMHA_DEVICE Operand<dtype> joined(const HalfOperand<dtype>& own) {
   return whole;
 }
 
-// Two P in bf16 in one word. P is not negative and not subnormal, so half a unit added to the bits rounds to nearest,
-// ties away from 0: RDNA 3 has no conversion.
+// Packs two P in bf16 in one word. P is not negative and not subnormal, so half a unit added to the bits rounds to
+// nearest, ties away from 0: RDNA 3 has no conversion instruction.
 FMHA_DEVICE uint32_t pack_p_bf16(float a, float b) {
   constexpr uint32_t kHalfUnit = 0x8000, kHighHalves = 0x07060302;
   return v_perm_b32(bits_of(b) + kHalfUnit, bits_of(a) + kHalfUnit, kHighHalves);
 }
 
 #if defined(__gfx1201__)
-// Four values of at most the type's largest in FP8. Both halves of `any` are overwritten: only its register matters.
+// Converts four values of at most the type's largest number to FP8. Both halves of `any` are overwritten: its content
+// does not matter, only its register.
 template <DType dtype>
 FMHA_DEVICE uint32_t fp8_word(float a, float b, float c, float d, uint32_t any) {
   if constexpr (dtype == DType::E4m3Fn) return v_cvt_pk_fp8_f32<true>(c, d, v_cvt_pk_fp8_f32<false>(a, b, any));
@@ -100,7 +102,7 @@ FMHA_DEVICE uint32_t fp8_word(float a, float b, float c, float d, uint32_t any) 
 }
 #endif
 
-// A lane's P as half an operand.
+// A lane's P as half of an operand.
 template <DType dtype>
 FMHA_DEVICE HalfOperand<dtype> packed_p(const Acc& p) {
   HalfOperand<dtype> words;
@@ -119,7 +121,7 @@ FMHA_DEVICE HalfOperand<dtype> packed_p(const Acc& p) {
   return words;
 }
 
-// Rows 8 half .. + 7 of a lane's column, in order.
+// Values of rows 8 half .. + 7 of a lane's column, in order.
 FMHA_DEVICE Array<float, kAccElems> rows_in_order(const Acc& acc) {
   Array<float, kAccElems> rows;
   if constexpr (!kRepeats) {

@@ -18,7 +18,7 @@ struct LdsRows {
   static constexpr int pad = 8 * elem_bytes, stride = row_elems * elem_bytes + pad;
   alignas(16) uint8_t bytes[rows * stride];
 
-  // Elements 16 step .. + 15 of row 16 block + l % 16, as lane l's operand; on gfx12 a half of them.
+  // Operand of lane l: elements 16 step .. + 15 of row 16 block + l % 16; on gfx12 half of them.
   template <DType dtype>
   FMHA_DEVICE Operand<dtype> operand(int lane_offset, int block, int step) const {
     static_assert(size_bytes(dtype) == elem_bytes, "an operand is of its matrix' type");
@@ -34,7 +34,7 @@ struct LdsRows {
     return x;
   }
 
-  // A lane's part of the address.
+  // A lane's part of an LDS address.
   static FMHA_DEVICE int lane_offset(int thread) {
     return lane_col(thread) * stride + (kRepeats ? 0 : lane_half(thread) * kOperandElems * elem_bytes);
   }
@@ -54,13 +54,13 @@ struct Config {
   static constexpr bool by_element = tile.load == LoadPath::Element;
   // On gfx11 a lane has too few registers for operands of wide rows of Q besides O, so it keeps half of each.
   static constexpr bool halves_of_q = wave_dim_qk > 128;
-  // Operands of V that are read ahead of their products. Without a limit the scheduler would read all, into more
-  // registers than there are.
+  // Number of operands of V that are read ahead of their products. Without a limit the scheduler would read all, and
+  // they would not fit the registers.
   static constexpr int blocks_ahead = wave_dim_qk + wave_dim_v > 448 ? 1 : wave_dim_qk + wave_dim_v > 256 ? 2 : 4;
   static constexpr int q_words = halves_of_q ? Fragment<spec.dtype_qk>::half_words : Fragment<spec.dtype_qk>::words;
 
   using K = LdsRows<tile.block_n, spec.head_dim_qk, qk_bytes>;
-  // V transposed: a row a head dim, its keys in the order of places (mma/rdna.h).
+  // V transposed: each row holds one head dimension, with keys in the order of places (mma/rdna.h).
   using V = LdsRows<spec.head_dim_v, tile.block_n, v_bytes>;
 
   struct Lds {

@@ -8,7 +8,7 @@ namespace fmha::rdna {
 
 constexpr int kRun = 4;  // elements of O that are stored at once
 
-// Beyond FP8's range the conversion would give NaN; a NaN stays one.
+// Limits a number to FP8's range, beyond which the conversion would give NaN; a NaN stays NaN.
 template <DType dtype>
 FMHA_DEVICE float saturated(float x) {
   if constexpr (!is_fp8(dtype)) return x;
@@ -42,7 +42,7 @@ struct Job {
   float scale;  // of raw scores: to natural ones where they are modified, else to log2
 };
 
-// Element of O's first dimension, for a query.
+// Offset of the first element of a query in O.
 FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query) {
   return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
 }
@@ -101,11 +101,11 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   const FwdParams& p = params.fwd;
   OnlineRow row = wave.row;
   row.row_sum += other_half(row.row_sum);
-  // The scale of P is taken out of the sum here and out of the output below.
+  // P was scaled: its scale is divided out of the sum here and out of the output below.
   const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
   row.row_sum *= unscale;
   float o_scale = unscale;
-  // Natural where a modifier or a sink is: times log2(e) either may be more than f32 holds.
+  // Scores are natural if there is a modifier or a sink: times log2(e) either may overflow f32.
   const bool is_natural = spec.modifies || p.sink.data;
   if (is_natural && !spec.modifies) {
     row.row_max *= kLn2;
@@ -157,8 +157,8 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
 #pragma nounroll
     for (int32_t dim = lane_half(); dim < params.head_dim_v; dim += 2) {
       float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
-      // The test precedes the scaling: the compiler would make an FMA of a difference of a product, which gives what
-      // rounding left.
+      // The test precedes the scaling: for a difference of products the compiler would use an FMA, which yields the
+      // rounding error.
       if (value - value == 0.f) continue;
       value *= scale;
       if constexpr (spec.dropout) {

@@ -22,7 +22,7 @@ FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   return job;
 }
 
-// The tiles of keys that some query of a block sees: those of sink columns, then those of the band.
+// The tiles of keys that some query of a block sees: those of sink columns come first, then those of the band.
 struct TileWalk {
   int32_t num_sink_tiles, first_tile, num_tiles;
 
@@ -40,7 +40,7 @@ struct TileWalk {
   FMHA_DEVICE int32_t tile_at(int32_t n) const { return n < num_sink_tiles ? n : first_tile + n - num_sink_tiles; }
 };
 
-// The walk over keys: under masks as data by a list that a launch before has made.
+// The walk over tiles of keys. Under masks as data it follows a list that an earlier launch has made.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE auto walk_of(const Job& job, Range queries, int32_t m_block) {
   if constexpr (spec.masks) {
@@ -76,7 +76,7 @@ FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range
   }
 }
 
-// Rows from `first` on of one head of a tensor of `size` bytes an element.
+// Rows from `first` on of one head of a tensor with elements of `size` bytes.
 FMHA_DEVICE Rows rows_of(const View& x, int32_t storage_batch, int64_t first, int32_t head, int64_t elem_stride, int size,
                          int32_t num_rows, int32_t num_elems) {
   return {static_cast<const uint8_t*>(x.data) + row_offset(x, storage_batch, first, head) * size, x.row * size,
@@ -111,7 +111,8 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& params, typename Config<spec, tile>:
   for (int32_t n = 0; n < walk.num_tiles; ++n) {
     const int32_t first_key = walk.tile_at(n) * tile.block_n, num_keys = span.seqlen_k - first_key;
     const int32_t first = span.k_row + first_key;
-    // Reloaded for each tile: kept in registers, the parameters of modifiers, dropout and strides would spill SGPRs.
+    // Parameters are reloaded for each tile: kept in registers, those of modifiers, dropout and strides would spill
+    // SGPRs.
     const CdnaParams& params = reload_params<CdnaParams>();
     const FwdParams& p = params.fwd;
     s_barrier();  // all waves have read the previous tile

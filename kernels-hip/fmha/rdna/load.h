@@ -5,7 +5,7 @@
 
 namespace fmha::rdna {
 
-// Words whose address is only known to be a multiple of 4.
+// Words at an address that is only known to be a multiple of 4.
 template <class Piece>
 using OnDwords __attribute__((aligned(4))) = Piece;
 
@@ -32,8 +32,8 @@ struct Rows {
   }
 };
 
-// Row `row` of Q as operands, of the wave's columns; with halves only this lane's half, otherwise all that the
-// instruction needs of a lane.
+// Row `row` of Q as operands, of the wave's columns; if the operand is kept in halves, only this lane's half, otherwise
+// all elements that the instruction takes from a lane.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const Rows& rows, int32_t row,
                         int half = lane_half()) {
@@ -64,7 +64,7 @@ FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const 
   }
 }
 
-// `Source`: Rows, or another type with `piece` and `elem`.
+// Loads and stores a tile of K. `Source`: Rows, or another type with `piece` and `elem`.
 template <CdnaSpec spec, RdnaTile tile, class Source, class C = Config<spec, tile>>
 FMHA_DEVICE void copy_k(typename C::K& k, const Source& rows) {
   if constexpr (C::by_element) {
@@ -103,9 +103,9 @@ FMHA_DEVICE uint32_t nonfinite_elems(uint32_t word) {
   return ((word & ~tops) + (tops / ones - least) * ones) & tops;
 }
 
-// A masked key has P = 0, and 0 x NaN is NaN: in a partly masked tile non-finite values are
-// written to LDS as 0, and added after O is written to the queries that see them. The result
-// is not 0 if there was any; it is no bool, which as a lane mask would be merged over loops.
+// A masked key has P = 0, and 0 x NaN is NaN: in a partly masked tile non-finite values are written to LDS as 0, and
+// added after O is written to the queries that see them. The result is not 0 if there was such a value. It is an
+// integer and no bool, since the compiler would merge a bool's lane mask over loops.
 template <DType dtype>
 FMHA_DEVICE uint32_t zero_nonfinite(uint32_t& word) {
   constexpr uint32_t bits = 8 * size_bytes(dtype);

@@ -28,7 +28,7 @@ struct Wave {
   OnlineRow row;  // row_sum: this lane's half; row_max is natural where scores are
 };
 
-// Counterpart of SharedColumns for a wave that has all columns of its rows.
+// Replacement for SharedColumns in a wave that has all columns of its rows: nothing is shared.
 struct AllColumns {
   template <class Scores>
   FMHA_DEVICE void add_others(Scores&) const {}
@@ -41,8 +41,8 @@ constexpr bool kNatural = spec.modifies || tile.split;
 template <CdnaSpec spec, RdnaTile tile>
 constexpr float kMaxToLog2 = kNatural<spec, tile> ? kLog2E : 1.f;
 
-// P's scale, in log2. With bf16, whose V may reach f32's largest number, P is scaled
-// below 1 by the number of keys, so that no sum of P V overflows f32 unless O does.
+// Power of two by which P is scaled, in log2. With bf16, whose V may reach f32's largest number, P is scaled below 1 by
+// the number of keys, so that no sum of P V overflows f32 unless O does.
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
@@ -53,7 +53,7 @@ FMHA_DEVICE int p_scale_log2(const Job& job) {
 template <CdnaSpec spec, RdnaTile tile>
 using Scores = Array<Acc, Config<spec, tile>::n_blocks>;
 
-// Over the wave's columns.
+// Computes S^T of a tile over the wave's columns.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename C::K& k) {
   const int lane = C::K::lane_offset(opaque_thread_idx()) + column_wave<C>() * C::wave_dim_qk * C::qk_bytes;
@@ -91,7 +91,7 @@ FMHA_DEVICE void for_each_score(Scores<spec, tile>& s, int32_t first_key, Change
   }
 }
 
-// A lane's scores of a tile: of one row, keys along the registers.
+// A lane's scores of a tile: one row of scores, with keys along the registers.
 template <CdnaSpec spec, RdnaTile tile>
 struct TileOfScores {
   static constexpr int count = Config<spec, tile>::n_blocks * kAccElems;
@@ -108,7 +108,7 @@ struct TileOfScores {
   }
 };
 
-// Scaled products become natural scores.
+// Converts scaled products to natural scores.
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, const Wave<spec, tile>& wave,
                         int32_t first_key) {
@@ -131,7 +131,7 @@ FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, int32_t query, int3
   }
 }
 
-// Hides the pairs of a tile that masks as data, or a mask as code beside them, cut.
+// Hides pairs of a partly masked tile that masks as data or a mask as code hide.
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
   constexpr int words = max(tile.block_n / 32, 1);
@@ -173,7 +173,7 @@ FMHA_DEVICE bool needs_no_mask(const Job& job, Range queries, int32_t first_key)
 // Updates the running maximum; sums and O are rescaled only if it rose for some query of the wave.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Scores<spec, tile>& s) {
-  // Two chains: each step waits for the one before.
+  // Two independent chains are used, since each step waits for the one before.
   float most[2] = {-infinity(), -infinity()};
 #pragma unroll
   for (int n = 0; n < C::n_blocks; ++n) {
@@ -191,7 +191,7 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Scores<spec, tile>&
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
-// Scores become P, their sum is added to the row's.
+// Converts scores to P, and adds their sum to the row's.
 template <CdnaSpec spec, RdnaTile tile, class Job, class C = Config<spec, tile>>
 FMHA_DEVICE void probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const Job& job) {
   const float row_max = finite_or_zero(wave.row.row_max), scale_of_p = float(p_scale_log2<spec, tile>(job));
@@ -218,7 +218,7 @@ FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job
   const int half = lane_half(opaque_thread_idx());
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) {
-    // Registers of a lane that lie in one group of four keys.
+    // Number of a lane's registers that lie in one group of four keys.
     constexpr int at_once = kRepeats ? 2 : 4;
 #pragma unroll
     for (int i = 0; i < kAccElems; i += at_once) {
@@ -249,7 +249,8 @@ FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const Scores<spec, tile
   }
 }
 
-// `columns`: how waves that share columns exchange sums. `is_cut`: the tile is partly masked by masks as data.
+// Processes a tile. `columns`: how waves that share columns exchange sums. `is_cut`: masks as data hide a part of the
+// tile.
 template <CdnaSpec spec, RdnaTile tile, class Job, class Columns>
 FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Lds& lds, const CdnaParams& p,
                            const Job& job, int32_t first_key, const Columns& columns, bool is_cut = true) {

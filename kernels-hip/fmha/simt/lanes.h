@@ -1,4 +1,4 @@
-// Lanes of the kernels in `fmha/simt`: a wave's. A wave has one row, a lane one element.
+// Lanes of the kernels in `fmha/simt`: the lanes of a wave. A wave has one row, and each lane one element at a time.
 #pragma once
 #include <fmha/isa/lane.h>
 #include <fmha/rows.h>

@@ -16,7 +16,7 @@ use fmha_gpu::{
 
 use crate::device::{Amd, DeviceFacts, launch};
 
-/// The backward on matrix instructions.
+/// The backward kernel on matrix instructions.
 pub(crate) struct Products<U> {
     kernel: Backward<U>,
     /// Lists of tiles under masks as data, and which list each launch of products reads.

@@ -26,11 +26,11 @@ const UNEVEN_PERCENT: u64 = 5;
 /// How the keys of all sequences are divided among workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
-    /// Keys of a part; of a stretch at least.
+    /// Number of keys of a part; with stretches the least number of a stretch.
     pub(crate) keys: u32,
     /// Number of stretches of all sequences' keys; 0 if each sequence's keys are cut into parts.
     pub(crate) shares: u32,
-    /// Pieces of which each compute unit has one workgroup's.
+    /// Number of work items with which each compute unit has one workgroup.
     pub(crate) round: u32,
 }
 
@@ -40,9 +40,9 @@ pub(crate) struct Room {
     pub(crate) device: Device,
     /// Work items that a compute unit should have at once.
     pub(crate) of_a_unit: u32,
-    /// Pieces of work that a workgroup has.
+    /// Number of work items that a workgroup has.
     pub(crate) of_a_group: u32,
-    /// Keys of a part or a stretch, at least.
+    /// Least number of keys of a part or a stretch.
     pub(crate) least: u32,
     /// Keys that a wave processes in one step; parts are multiples.
     pub(crate) edge: u32,
@@ -88,7 +88,7 @@ impl Cut {
     }
 }
 
-/// Why keys cannot be dealt out in shares.
+/// The reason why keys cannot be divided into shares.
 fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, shares: u32) -> Option<String> {
     let dims = problem.dims;
     if options.batch_invariant {
@@ -103,7 +103,7 @@ fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, sh
             dims.batch
         ));
     }
-    // Limit of the device's counters: 32 bits.
+    // The device counts tiles with 32 bits.
     let all = u64::from(dims.batch) * u64::from(dims.seqlen_k.next_multiple_of(32).max(32));
     let stretches = u64::from(keys) * 2 * u64::from(shares);
     let most = 1 << 30;
@@ -127,7 +127,7 @@ fn default_shares(
     let of_stretch = of_sequence.div_ceil(room.of_a_group.max(1).into()).max(1);
     let groups = units * u64::from((room.of_a_unit / room.of_a_group.max(1)).max(1));
     let most = (2 * groups / of_stretch).clamp(1, MOST_SHARES.into());
-    // Load of the fullest compute unit above the mean, in per cent.
+    // How far the load of the fullest compute unit exceeds the mean, in per cent.
     let unevenness = |shares: u64| {
         let all = shares * of_stretch;
         all.div_ceil(units) * units * 100 / all - 100

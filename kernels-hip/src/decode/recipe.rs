@@ -20,7 +20,7 @@ use crate::rows::UPDATE;
 
 /// A kernel whose work items are some rows and a part of the keys.
 pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
-    /// Name in plans and refusals.
+    /// Name of the kernel in plans and refusals.
     const NAME: &'static str;
     /// Name of the launch that merges the parts.
     const MERGE: &'static str;
@@ -55,24 +55,24 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Way of loading Q, K and V.
     fn load(&self) -> LoadPath;
 
-    /// The kernel that takes any address; `None` where this one does.
+    /// The kernel variant that accepts any address; `None` if this one does.
     fn for_any_address(&self) -> Option<Self>;
 
     /// Arguments of both launches.
     fn params(&self, problem: &FwdProblem, args: &FwdArgs<'_>, fwd: &FwdParams) -> CdnaDecodeParams;
 
-    /// The rows that a plan prints.
+    /// The details that a plan prints.
     fn details(&self, problem: &FwdProblem) -> Vec<(&'static str, String)>;
 }
 
-/// Wide loads of Q, K and V begin on dwords.
+/// Alignment in bytes of the addresses that wide loads of Q, K and V need.
 const DWORD: u64 = 4;
 
-/// The forward of short queries over long caches, split over the keys.
+/// The recipe for short queries over long caches, whose keys are split.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decode<K>(K);
 
-/// The workspace that a kernel needs for its parts.
+/// Workspace that a kernel needs for its parts.
 fn workspace_of_parts(kernel: &impl Split) -> Workspace {
     Workspace { bytes: kernel.parts().workspace_bytes(), zeroed_bytes: 0 }
 }
@@ -135,7 +135,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
             // constant for all lengths. Tiles of which a row sees nothing leave its numbers unchanged.
             promises: Promises {
                 batch_invariant: options.batch_invariant,
-                // No pair of calls over lists is tried.
+                // The promise is not made for lists, since no pair of calls over lists is tested.
                 row_invariant: parts.row_invariant && !problem.walks_lists(),
                 ..deterministic_rows()
             },
@@ -145,7 +145,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
     }
 
     fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
-        // A tensor without rows may lie anywhere.
+        // A tensor without rows is never read, so its address may be anything.
         let has_keys = problem.shape_k().seq > 0;
         // RDNA reads pieces of codes from any byte.
         let reads_bytes = K::IS_RDNA && problem.cache.dtype.is_some();

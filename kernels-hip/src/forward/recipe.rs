@@ -46,7 +46,7 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// The kernel's tile.
     fn tile(&self) -> Self::Tile;
 
-    /// Queries and keys of a tile.
+    /// Number of queries and of keys of a tile.
     fn block(&self) -> [i32; 2];
 
     /// How Q, K and V are read.
@@ -58,7 +58,7 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Threads of a workgroup.
     fn num_threads(&self) -> u32;
 
-    /// Tiles: `block_m` queries of a head.
+    /// Number of tiles, each with `block_m` queries of a head.
     fn num_tiles(&self, problem: &FwdProblem) -> u64;
 
     /// Number of workgroups for this many tiles if the device holds `places` workgroups.
@@ -67,17 +67,17 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Bytes of which an operand's address has to be a multiple.
     fn alignment(&self, problem: &FwdProblem, operand: Operand) -> u64;
 
-    /// The kernel that takes any address; `None` where this one does.
+    /// The kernel variant that accepts any address; `None` if this one does.
     fn for_any_address(&self, problem: &FwdProblem) -> Option<Self>;
 
-    /// The rows that a plan prints.
+    /// The details that a plan prints.
     fn details(&self) -> Vec<(&'static str, String)>;
 }
 
-/// The forward on matrix instructions.
+/// The recipe of a forward kernel on matrix instructions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Forward<K> {
-    /// The kernel of tiles.
+    /// The kernel that computes a tile.
     pub(crate) kernel: K,
     /// Lists of the tiles of keys that each tile of queries sees under masks as data.
     pub(crate) list: Option<TileListPlan>,

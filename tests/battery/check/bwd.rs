@@ -1,4 +1,4 @@
-//! Gradients.
+//! Comparison of gradients with the reference.
 
 use fmha_core::reference::{
     BackwardSpread, HeadBackward, Part as Rows, Precision, backward_head, backward_part, forward_rows, is_far,
@@ -14,10 +14,10 @@ use crate::tensors::{HostBwd, masks_of, score_of, seq_of};
 use crate::tolerance::{Yardstick, bound, smallest_subnormal};
 use crate::verdict::{Groups, Place, Verdict};
 
-/// Sums of every gradient, in the order of [`NAMES`].
+/// Error sums of every gradient, in the order of [`NAMES`].
 type Stats = [Groups; 5];
 
-/// Names of the parts of each gradient: without terms of far rows, and with them.
+/// Names in the report of each gradient's two groups: elements without terms of far rows, and elements with them.
 const NAMES: [([&str; 2], Operand); 5] = [
     (["dq", "dq of far rows"], Operand::Dq),
     (["dk", "dk with far rows"], Operand::Dk),
@@ -49,7 +49,7 @@ impl Shared {
         self.far_square[at] += far * far;
     }
 
-    /// Compares the expected element `at` with the output at `place`; `stored` rounds the expected one.
+    /// Compares the expected element `at` with the output at `place`. `stored` rounds the expected element.
     fn compare(&self, at: usize, place: Place, stored: impl Fn(f64) -> f64, groups: &mut Groups) {
         groups.add(place, stored(self.same[at]), self.square[at].sqrt(), self.far_square[at].sqrt());
     }
@@ -67,7 +67,7 @@ impl Shared {
     }
 }
 
-/// Contributions of one (sequence, kv head).
+/// Terms of one (sequence, kv head) in the gradients.
 struct Part {
     stats: Stats,
     forward: Forward,
@@ -135,7 +135,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
                 rmse_same: stat.rmse_same(),
                 u_out: tensor.dtype.unit_roundoff(),
                 tiny_out: smallest_subnormal(tensor.dtype),
-                // Delta is computed from a rounded O, whatever the type of P.
+                // O is rounded before Delta is computed from it, whatever P's type.
                 u_inner: inner_roundoff(fwd).max(fwd.dtypes.o.unit_roundoff()),
                 reference: stat.reference(),
                 spread: stat.spread(),
@@ -242,7 +242,7 @@ fn compare_dbias(tensor: &Tensor, sums: &Shared, groups: &mut Groups) {
     }
 }
 
-/// O and LSE of some queries, which partial gradients follow from.
+/// Compares O and LSE of some queries, from which partial gradients are computed.
 fn check_forward(
     host: &HostBwd,
     i_span: usize,
@@ -257,7 +257,7 @@ fn check_forward(
     Ok(())
 }
 
-/// dSink of every head, from O and LSE.
+/// Computes dSink of every head from O and LSE.
 fn whole_dsink(host: &HostBwd) -> Result<Shared> {
     let heads = host.problem.fwd().dims.num_heads_q;
     let mut dsink = Shared::zeros(heads as usize);
@@ -295,7 +295,7 @@ fn compare_dbias_rows(host: &HostBwd, selection: &Selection, groups: &mut Groups
     for matrix in spread(matrices, chosen) {
         let (b, h) = (matrix / shape.head, matrix % shape.head);
         let shares = sharing(b, h).count().max(1) as u32;
-        // The number of rows equals dQ's, over all that share the matrix.
+        // The number of rows equals that of dQ, summed over all heads that share the matrix.
         let rows = selection.rows(shape.seq);
         let rows: Vec<u32> = spread(shape.seq, (rows.len() as u32 / shares).clamp(1, shape.seq)).collect();
         let dim = shape.dim as usize;
@@ -355,7 +355,7 @@ mod tests {
     use super::*;
     use crate::tensors::{Data, Lengths};
 
-    /// A call with correct results: two query heads per kv head, with every gradient.
+    /// Makes a call with correct results: two query heads per kv head, with every gradient.
     fn solved() -> HostBwd {
         solved_with(|_| ())
     }
@@ -450,7 +450,7 @@ mod tests {
         for selection in [&Selection::default(), &sample] {
             assert_eq!(failing(&solved(), selection), [""; 0]);
         }
-        // The last row is in every sample of more than one.
+        // A sample of two or more rows always contains the last row.
         for (operand, place, name) in [
             (Operand::Dq, [0, 39, 1, 2], "dq"),
             (Operand::Dk, [0, 29, 0, 2], "dk"),

@@ -1,4 +1,4 @@
-//! Bytes that belong to no tensor: margins, gaps between strides, padding rows.
+//! Check that a call writes no byte outside its tensors: margins, gaps between strides, padding rows.
 
 use fmha_core::{SeqSpan, ValidFwd};
 
@@ -23,7 +23,7 @@ impl Owned {
         self.bytes[at..at + self.size].fill(true);
     }
 
-    /// The first byte that was written and belongs to no tensor.
+    /// Finds the first byte that was written and belongs to no tensor.
     fn fault(&self, name: &str, tensor: &Tensor) -> Option<String> {
         let (bytes, first) = tensor.raw();
         let poison = tensor.poison();

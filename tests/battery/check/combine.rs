@@ -1,4 +1,4 @@
-//! Merged partial results.
+//! Comparison of merged partial results with the reference.
 
 use fmha_core::reference::{combine, is_far};
 use fmha_core::{CombineArgs, DType, DevSliceMut, Merge, PartialResult, Result};
@@ -103,7 +103,7 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
     Ok(verdict)
 }
 
-/// Compares the sum of parts in `host` bit for bit with the terms added in f32 in order and rounded once.
+/// Compares `host`'s sum of parts bit for bit with the terms added in f32, in order, and rounded once.
 fn check_sum(host: &HostCombine) -> Verdict {
     let (problem, operands) = (&*host.problem, &host.operands);
     let shape = problem.shape();
@@ -113,7 +113,7 @@ fn check_sum(host: &HostCombine) -> Verdict {
             (index % shape.seq, index / shape.seq % shape.head, index / shape.seq / shape.head);
         for dim in 0..shape.dim {
             let term = |part| operands.expect(Operand::PartO(part)).get(batch, row, head, dim) as f32;
-            // O's previous content counts as one more part, after the others.
+            // The old content of O counts as one more part, after all others.
             let held = (problem.merge == Merge::AddTo).then_some(problem.num_parts);
             let total = held
                 .into_iter()

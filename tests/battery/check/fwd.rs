@@ -12,11 +12,11 @@ use crate::tensors::HostFwd;
 use crate::tolerance::{Yardstick, bound, least_cosine, lse_bound, smallest_subnormal};
 use crate::verdict::{Groups, Place, Stat, TensorVerdict, Verdict};
 
-/// O and LSE of some (sequence, head) pairs against the reference.
+/// Comparison of O and LSE of some (sequence, head) pairs with the reference.
 #[derive(Default)]
 pub(super) struct Forward {
     o: Groups,
-    /// Errors of LSE, in far rows relative to the reference.
+    /// Errors of LSE. In far rows they are relative to the reference.
     lse: Groups,
     /// Largest scores of rows that are not far, and of far rows.
     logits: [f64; 2],
@@ -35,7 +35,7 @@ pub(super) struct Forward {
 pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) -> Result<Verdict> {
     let pairs = selection.pairs(host.problem.dims.num_heads_q, &host.spans);
     let done = AtomicU64::new(0);
-    // The reference stores O before `scale_o`; FP8 O is scaled and rounded here.
+    // The reference gives O before `scale_o`, so FP8 O is scaled and rounded here.
     let mut unscaled = (*host.problem).clone();
     if unscaled.dtypes.o.is_fp8() {
         unscaled.dtypes.o = fmha_core::DType::F32;
@@ -64,7 +64,7 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
 /// times `1 + |want|`.
 const SMALL_TOLERANCE: f64 = 3e-5;
 
-/// Faults of the small outputs that a call has written.
+/// Faults in the small outputs that a call has written.
 fn small_outputs(host: &HostFwd, inputs: &Inputs<'_>) -> Result<Vec<String>, ProblemError> {
     let problem = &*host.problem;
     let mut faults = Vec::new();
@@ -160,13 +160,13 @@ impl Forward {
         self.faults.extend(other.faults);
     }
 
-    /// Bound of the scores' magnitude in rows that are not far; if all rows are far, in those.
+    /// Bound of the scores' magnitude in rows that are not far, or in far rows if there are no others.
     pub(super) fn logits(&self) -> f64 {
         self.logits[usize::from(self.o.near.count == 0)]
     }
 
-    /// Compares `rows` of O and, if written, LSE with the pair [exact, in the input's precision]; `stored` converts
-    /// a value to an FP8 O's.
+    /// Compares `rows` of O and, if written, LSE with two results of the reference, exact and in the input's precision;
+    /// `stored` converts a value to an FP8 O's.
     pub(super) fn add(
         &mut self,
         problem: &FwdProblem,
@@ -238,7 +238,7 @@ impl Forward {
         let (u_out, u_inner) = (problem.dtypes.o.unit_roundoff(), inner_roundoff(problem));
         let u_of_p = match problem.block_scales.map(|scales| scales.format.elem()) {
             Some(ElemType::Number(elem)) if rounds_p => elem.unit_roundoff(),
-            // Half a unit of one bit of mantissa.
+            // Half the spacing of numbers with one bit of mantissa.
             Some(ElemType::E2m1Pair) if rounds_p => 0.25,
             _ => 0.0,
         };
@@ -257,7 +257,7 @@ impl Forward {
                 far_logits: self.logits[1],
                 count: o.count,
             };
-            // Few elements, sums that cancel and far rows have no direction to speak of.
+            // Cosines are compared only where they mean something: not for few elements, sums that cancel, or far rows.
             let directed = o.count >= 64
                 && yardstick.far.max == 0.0
                 && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
@@ -275,7 +275,7 @@ impl Forward {
     }
 }
 
-/// The keep mask has no tolerance.
+/// The keep mask must be exact.
 fn check_keep_mask(host: &HostFwd, i_span: usize, i_head: u32, rows: &[u32], faults: &mut Vec<String>) {
     let Some(written) = host.operands.get(Operand::KeepMask) else { return };
     let (problem, span) = (&*host.problem, host.spans[i_span]);

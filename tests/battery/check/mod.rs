@@ -1,4 +1,4 @@
-//! Results against the f64 reference.
+//! Comparison of results with the f64 reference.
 
 mod appended;
 mod bwd;
@@ -17,13 +17,13 @@ use fmha_core::{Bias, BwdProblem, DType, FwdProblem, ScoreArgs, SeqSpan};
 
 use crate::tensor::{Operand, Operands};
 
-/// Called with how much is done and how much there is, from any thread.
+/// Called from any thread with the work that is done and the total work.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// Selection of the results to compare: all, or as many as time permits.
+/// Results that are compared: all, or as many as time permits.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
-    /// Selected (index of the sequence, query head; for gradients, kv head); `None` = all.
+    /// Selected pairs of a sequence's index and a query head (for gradients, a kv head); `None` selects all.
     pub heads: Option<Vec<(usize, u32)>>,
     /// Number of rows to check of each tensor (of gradients, queries and keys), evenly spread, the first and
     /// the last among them; `None` = all.
@@ -41,8 +41,8 @@ impl Selection {
         Self::of(dims.num_heads_q, spans, budget, |span, rows| per_pair * pairs(span, rows))
     }
 
-    /// Selection as in [`within`](Self::within), for gradients: (sequence, kv head) pairs, and rows of dQ, dK
-    /// and dV.
+    /// Selection for gradients: (sequence, kv head) pairs and rows of dQ, dK and dV, chosen as in
+    /// [`within`](Self::within).
     #[must_use]
     pub fn within_bwd(problem: &BwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
         let dims = problem.fwd.dims;
@@ -56,7 +56,7 @@ impl Selection {
         Self::of(dims.num_heads_kv, spans, budget, |span, rows| per_pair * pairs(span, rows))
     }
 
-    /// `cost` is the cost of one row in one head of a sequence.
+    /// Selection within `budget`; `cost` returns the cost of one row in one head of a sequence.
     fn of(num_heads: u32, spans: &[SeqSpan], budget: f64, cost: impl Fn(&SeqSpan, u32) -> f64) -> Self {
         let all = Self::default().pairs(num_heads, spans);
         let cost = |pairs: &[(usize, u32)], rows: u32| -> f64 {
@@ -83,7 +83,7 @@ impl Selection {
         Self { heads: Some(heads), rows: Some(rows) }
     }
 
-    /// Whether this is not the whole.
+    /// Whether the selection leaves out some results.
     #[must_use]
     pub fn is_partial(&self) -> bool {
         self.heads.is_some() || self.rows.is_some()
@@ -101,7 +101,7 @@ impl Selection {
     }
 }
 
-/// `count` of `0..total`, evenly spread, ends included.
+/// Chooses `count` numbers of `0..total`, evenly spread, with both ends.
 fn spread(total: u32, count: u32) -> impl Iterator<Item = u32> {
     let (last, gaps) = (u64::from(total.saturating_sub(1)), u64::from(count.saturating_sub(1)).max(1));
     (0..count).map(move |n| if count == 1 { total / 2 } else { (u64::from(n) * last / gaps) as u32 })
@@ -110,7 +110,7 @@ fn spread(total: u32, count: u32) -> impl Iterator<Item = u32> {
 /// Relative error of the rounding of P and dS before their products.
 fn inner_roundoff(problem: &FwdProblem) -> f64 {
     match problem.dtypes.v {
-        // Rounding to f32 is part of f32's arithmetic.
+        // f32 arithmetic already includes the rounding to f32.
         DType::F32 => 0.0,
         dtype => dtype.unit_roundoff(),
     }
@@ -120,7 +120,8 @@ fn abs_max(most: f64, x: f64) -> f64 {
     most.max(x.abs())
 }
 
-/// A bound of the scores of these queries of one (sequence, query head): by Cauchy and Schwarz, the cap, the bias.
+/// Bound of the scores of some queries of one (sequence, query head), by the inequality of Cauchy and Schwarz, the
+/// soft-cap and the bias.
 fn logits_bound(
     problem: &FwdProblem,
     operands: &Operands,
@@ -162,7 +163,7 @@ fn logits_bound(
         let Some(shape) = operands.get(operand).map(|tensor| tensor.shape) else { return 0.0 };
         (0..shape.batch).map(|batch| norm(operand, i_head_kv, batch, 0..shape.seq)).fold(0.0, f64::max)
     };
-    // The greatest scale of a cache's rows; those of rows that are not in use are NaN.
+    // The largest scale of a cache's rows. Scales of rows that are not in use are NaN.
     let by_rows = operands.get(Operand::KScale).map_or(1.0, |scales| {
         let places = (0..scales.shape.batch).flat_map(|b| (0..scales.shape.seq).map(move |row| (b, row)));
         places.map(|(b, row)| scales.get(b, row, i_head_kv, 0)).fold(0.0, f64::max)

@@ -27,7 +27,7 @@ fn dims(seqlen_q: u32, seqlen_k: u32, head_dim: u32) -> Dims {
 /// NaN between them.
 fn ragged_columns(dtype: DType, cases: &mut Vec<Case>) {
     for head_dim in [64, 128] {
-        // A last tile of few keys, of most, of all.
+        // The last tile has few keys, most of a tile's keys, or all.
         for seqlen_k in [129, 200, 256, 300, 333] {
             for (gap, what) in [(0, "dense"), (3, "odd_gap"), (8, "gap")] {
                 let mut problem = masked(dtype, dims(40, seqlen_k, head_dim), "0");
@@ -43,7 +43,7 @@ fn ragged_columns(dtype: DType, cases: &mut Vec<Case>) {
     }
 }
 
-/// One operand at an odd address, or with odd strides, and no other.
+/// One operand has an odd address or odd strides, and the others do not.
 fn apart(dtype: DType, cases: &mut Vec<Case>) {
     let everything = || {
         let mut problem = masked(dtype, dims(37, 150, 64), "b");

@@ -1,4 +1,4 @@
-//! Cases of every gradient, over every axis of the problem.
+//! Cases of every gradient, over all axes of a problem.
 
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
@@ -51,10 +51,11 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Column-major V, with complete and incomplete blocks of keys, and rows that are not whole copies.
+/// V is column-major, with complete and incomplete blocks of keys, and with rows whose bytes are no multiple of a
+/// copy's 16.
 fn column_major(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
-        // The last one's rows of keys are whole words of 16 bytes.
+        // The last case's rows of keys are a multiple of 16 bytes.
         let sizes = [(64, 101, "b"), (128, 101, "0"), (192, 101, "b:40,0"), (20, 101, "b"), (72, 136, "b")];
         for (head_dim, seqlen_k, mask) in sizes {
             let name = format!("backward/column_major_v/{dtype}/d{head_dim}/{mask}");
@@ -178,8 +179,8 @@ pub(super) fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     problem
 }
 
-/// Calls that other libraries' backward got wrong: sequences with no token or one, next to others that end anywhere
-/// in a block; dO with another layout than O; very different head dimensions.
+/// Calls that the backward of other libraries has computed wrongly: sequences with no token or one, next to others that
+/// end anywhere in a block; dO with another layout than O; very different head dimensions.
 fn field(cases: &mut Vec<Case>) {
     let sequences = [(0, 0), (1, 1), (65, 65), (0, 5), (127, 130), (1, 0), (129, 64)];
     let dims = |head_dim_qk, head_dim_v| {
@@ -201,7 +202,7 @@ fn field(cases: &mut Vec<Case>) {
             let problem = BwdProblem::new(masked(dtype, dims(qk, v), "b"));
             cases.push(Case::backward(name, problem, Lengths::default(), data));
         }
-        // Heads whose tiles run together, and a smaller last group.
+        // Tiles of different heads run at the same time, and the last group of heads is smaller.
         for mask in ["b", "b:40,0"] {
             let name = format!("backward/field/more_heads_than_run_together/{dtype}/{mask}");
             let data = data(&name);
@@ -216,7 +217,7 @@ fn field(cases: &mut Vec<Case>) {
         let one = Dims { batch: 1, seqlen_q: 60, seqlen_k: 700, num_heads_q: 1, ..dims(64, 64) };
         let problem = BwdProblem::new(masked(dtype, one, "0"));
         cases.push(Case::backward(name, problem, Lengths::default(), numbers));
-        // Rows of gradients that no whole number of 16 bytes lies between.
+        // The rows of gradients have a distance that is no multiple of 16 bytes.
         let name = format!("backward/field/gradients_of_odd_strides/{dtype}");
         let numbers = data(&name);
         let mut problem = BwdProblem::new(masked(dtype, Dims { num_heads_kv: 2, ..dims(64, 64) }, "b"));
@@ -226,7 +227,7 @@ fn field(cases: &mut Vec<Case>) {
             strides.batch = rows * strides.seq;
         }
         cases.push(Case::backward(name, problem, Lengths::default(), numbers));
-        // Head dimensions of no whole number of 16 bytes, in rows of one.
+        // The bytes of the head dimension are no multiple of 16, but the distance of rows is.
         let name = format!("backward/field/ragged_head_dim/{dtype}");
         let numbers = data(&name);
         let mut ragged = masked(dtype, dims(60, 44), "b");
@@ -238,7 +239,7 @@ fn field(cases: &mut Vec<Case>) {
             strides.head = 64;
         }
         cases.push(Case::backward(name, BwdProblem::new(ragged), Lengths::default(), numbers));
-        // A block of dBias in which a sequence's queries end, followed by NaN.
+        // A sequence's queries end within a block of dBias, and NaN follows.
         let name = format!("backward/field/dbias_of_used_rows/{dtype}");
         let numbers = data(&name);
         let mut used = masked(dtype, dims(64, 64), "0");
@@ -274,7 +275,7 @@ fn field(cases: &mut Vec<Case>) {
         let many = masked(dtype, Dims { seqlen_q: 250, seqlen_k: 8, ..dims(64, 64) }, "0");
         let numbers = data(&name);
         cases.push(Case::backward(name, modified(many, "sink"), Lengths::default(), numbers));
-        // More sink columns than queries.
+        // The mask has more sink columns than there are queries.
         let name = format!("backward/field/few_queries_many_sinks/{dtype}");
         let few = masked(dtype, Dims { seqlen_q: 5, ..dims(64, 64) }, "b:9,4,40");
         let numbers = data(&name);
@@ -322,8 +323,8 @@ fn beside_the_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// Calls with several blocks of keys: ordered sums of dQ, and non-finite numbers that a mask hides from some
-/// queries of a block and not from others.
+/// Calls with several blocks of keys: dQ is summed in order, and a mask hides non-finite numbers from some queries of a
+/// block and shows them to others.
 fn over_blocks(cases: &mut Vec<Case>) {
     let mut push = |name: String, dims: Dims, dtype, mask: &str, deterministic, planted| {
         let (problem, data) = (BwdProblem::new(masked(dtype, dims, mask)), data(&name));
@@ -341,7 +342,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
-        // Unordered additions: a key block is the first to reach a block of queries, or a later one.
+        // Additions to dQ have no order, so a key block may be the first to reach a block of queries or a later one.
         for mask in ["0", "b", "b:170,3,2", "b:20,3,2"] {
             let name = format!("backward/over_blocks/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, false, Vec::new());
@@ -353,13 +354,13 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let name = format!("backward/over_blocks/in_a_circle/bf16/{of}/0");
         let two = Dims { num_heads_q: 12, num_heads_kv: 12, ..dims(128, 256) };
         push(name, two, DType::Bf16, "0", false, Vec::new());
-        // A last group of key blocks that is smaller than the others, on four multiprocessors.
+        // On four multiprocessors the last group of key blocks is smaller than the other groups.
         let name = format!("backward/in_turns/short_group/bf16/{of}/0");
         push(name, dims(290, 620), DType::Bf16, "0", true, Vec::new());
         // A window that leaves a whole block of keys before the last queries do.
         let name = format!("backward/in_turns/more_queries/bf16/{of}/b:150,3");
         push(name, dims(290, 200), DType::Bf16, "b:150,3", true, Vec::new());
-        // More sink columns than queries, and a band in one block of keys.
+        // There are more sink columns than queries, and the keys of the band fit one block.
         let name = format!("backward/in_turns/many_sinks/bf16/{of}/b:4,3,300");
         push(name, dims(30, 420), DType::Bf16, "b:4,3,300", true, Vec::new());
         // Some blocks of queries receive no additions from any key block.
@@ -372,7 +373,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
                 let dims = Dims { batch: 2, num_heads_q: 9, num_heads_kv: 9, ..dims(180, 270) };
                 push(name, dims, DType::Bf16, mask, true, Vec::new());
             }
-            // Two such heads per sequence, and one head more than twice eight.
+            // A sequence has two such heads, and the call has 17 heads, one more than twice eight.
             let name = format!("backward/in_turns/seventeen_heads/bf16/{of}/b");
             let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
@@ -411,12 +412,12 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/dout_alone/bf16/{of}/{mask}");
             push(name, dims(150, 140), DType::Bf16, mask, false, planted);
         }
-        // Queries beyond the number of keys, reached by a hidden key.
+        // The number of queries exceeds that of keys, and a hidden key reaches the excess queries.
         let planted = vec![(Operand::K, [0, 95, 0, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/more_queries/bf16/{of}/b");
         push(name, dims(150, 100), DType::Bf16, "b", false, planted);
     }
-    // Clusters of key blocks with ordered additions, more than four multiprocessors run at a time.
+    // More clusters of key blocks, with ordered additions, than four multiprocessors run at a time.
     let name = "backward/in_turns/more_clusters_than_run/bf16/d256/0".to_owned();
     let dims = Dims::batch(1).seqlens(200, 300).heads(1, 1).head_dim(256);
     push(name, dims, DType::Bf16, "0", true, Vec::new());
@@ -447,8 +448,7 @@ fn every_bit_in_turns(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at
-/// unlike rows.
+/// A hidden number reaches rows of the second of two packed sequences, whose queries and keys begin at different rows.
 fn hidden_in_packed(cases: &mut Vec<Case>) {
     let sequences = [(40, 90), (150, 150)];
     for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128)] {
@@ -559,9 +559,9 @@ fn far_rows(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows with such large scores from Q and K alone: one key of row 33 is far above the rest, two of row 47; or the
-/// same some rows later, with none in the first half of a block. Their LSE is about 2.6e5, where a lost row still
-/// exceeds the bound that f32's rounding allows.
+/// Rows whose scores are so large by Q and K alone that f32 can not resolve them: one key of row 33 is far above the
+/// rest, and two keys of row 47; or the same some rows later, with none in the first half of a block. Their LSE is
+/// about 2.6e5, where a lost row still exceeds the bound that f32's rounding allows.
 fn far_products(cases: &mut Vec<Case>) {
     // Twice this number, as at a head dimension of 256, still fits f16.
     const SIZE: f64 = 32000.0;
@@ -626,7 +626,7 @@ fn any_nan(cases: &mut Vec<Case>) {
     }
 }
 
-/// Gradients on request, other types, other strides, and whether sums have one order, as the seed decides.
+/// Draws which gradients are wanted, their types and strides, and whether sums have an order.
 pub(super) fn random_options(fwd: FwdProblem, totals: Totals, seed: u64) -> (BwdProblem, bool) {
     let word = mix(seed ^ 0xb);
     let mut problem = BwdProblem::new(fwd);

@@ -9,7 +9,7 @@ use crate::init::Init;
 use crate::law::{Law, LawKind};
 use crate::tensors::{Data, Lengths};
 
-/// Sizes: one for a real device, so that all its units have several tiles, and one for an emulated device of two or
+/// Two sizes: one with which all units of a real device have several tiles, and one for an emulated device of two or
 /// three units.
 const SIZES: [(&str, u32, u32); 2] = [("many", 4, 48), ("few", 2, 6)];
 
@@ -32,7 +32,8 @@ pub(crate) fn cases() -> Vec<Case> {
                             seqlen_q: 200,
                             seqlen_k: 700,
                             num_heads_q,
-                            // Heads are not packed, so that widely spread and near scores are in different tiles.
+                            // Query heads do not share a tile here, so heads with wide and with close scores have tiles
+                            // of their own.
                             num_heads_kv: num_heads_q,
                             head_dim_qk: head_dim,
                             head_dim_v: head_dim,

@@ -1,4 +1,4 @@
-//! Scores and masks as code: a seed draws each expression.
+//! Scores and masks as code, whose expressions are drawn from a seed.
 
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{Bias, BwdProblem, DType, Dims, FwdProblem};
@@ -21,7 +21,7 @@ const VARIANTS: [&str; 10] = [
     "negative_scale",
 ];
 
-/// Packed sequences: without queries, without keys, of one tile and of several.
+/// Packed sequences: without queries, without keys, with one tile and with several.
 const SEQUENCES: [(u32, u32); 5] = [(0, 9), (33, 70), (17, 0), (70, 65), (1, 130)];
 
 pub(crate) fn cases() -> Vec<Case> {

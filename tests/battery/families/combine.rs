@@ -1,4 +1,4 @@
-//! Partial results, merged.
+//! Merges of partial results.
 
 use fmha_core::{CombineProblem, DType, Merge, Shape, Strides};
 

@@ -80,7 +80,7 @@ pub(crate) fn pages(problem: &FwdProblem, page_size: u32, seed: u64) -> (Vec<i32
     (table, num_pages)
 }
 
-/// `problem` with K and V in pages, and the table.
+/// Puts K and V of `problem` into pages; returns the problem and its block table.
 pub(super) fn in_pages(
     mut problem: FwdProblem,
     page_size: u32,
@@ -120,7 +120,8 @@ fn used(problem: &mut FwdProblem) -> Lengths {
     Lengths { seqused_k: vec![most, most / 3, 1.min(most)], ..Lengths::default() }
 }
 
-/// Every page size on both sides of a block, rows together (NHD) and heads together (HND), whole and partly used.
+/// Caches with pages of every size around a block's, stored rows together (NHD) or heads together (HND), with all or
+/// some rows in use.
 fn paged(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for page_size in [1, 2, 3, 7, 16, 37, 64, 100, 256] {
@@ -143,7 +144,7 @@ fn paged(cases: &mut Vec<Case>) {
                 }
             }
         }
-        // Two sequences begin with one page; sequences of no keys; tables without a page.
+        // Two sequences share their first page, some have no keys, and some tables have no page.
         let name = format!("decode/shared_pages/{dtype}");
         let mut problem = masked(dtype, dims(2, 40, (4, 2), 64), "b");
         problem.layout.seqused_k = true;
@@ -260,7 +261,7 @@ fn rotated(cases: &mut Vec<Case>) {
     }
 }
 
-/// Packed queries that are turned, over a cache with a batch axis.
+/// Packed queries get a rotary embedding, over a cache with a batch axis.
 fn rotated_packed(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (new, mask) in [(0, "b"), (3, "b"), (2, "0")] {
@@ -276,14 +277,14 @@ fn rotated_packed(cases: &mut Vec<Case>) {
             lengths.totals.total_k = None;
             lengths.seqused_k = vec![37, 5, 0];
             push(cases, name, problem.clone(), lengths.clone());
-            // At most one token per sequence: the workspace has one row for each.
+            // Sequences have one token at most; the workspace has a row for each sequence.
             let name = format!("decode/rotary/packed_tokens/{dtype}/new{new}/{mask}");
             let mut tokens = problem.clone();
             tokens.dims.seqlen_q = 1;
             let mut of_tokens = Lengths::packed(&[(1, 40), (1, 13), (1, 7)]);
             (of_tokens.totals.total_k, of_tokens.seqused_k) = (None, vec![37, 5, 0]);
             push(cases, name, tokens, of_tokens);
-            // More packed rows than three sequences of nine use: before the first sequence, inside one and after
+            // Packed Q has more rows than three sequences of nine use: before the first sequence, inside one and after
             // the last.
             let name = format!("decode/rotary/packed_q_apart/{dtype}/new{new}/{mask}");
             problem.layout.seqused_q = true;
@@ -373,7 +374,7 @@ fn fp8_rows(cases: &mut Vec<Case>) {
             let (problem, lengths) = scaled(dtype, cache, 1, page_size, (new.min(4), new), &name);
             push(cases, name, problem, lengths);
         }
-        // The last new row, which the mask shows to no query: its bytes alone are compared.
+        // The mask hides the last new row from every query, so only its bytes are compared.
         for (what, value) in [("infinity", f64::INFINITY), ("nan", f64::NAN), ("most", 6e4)] {
             let name = format!("decode/fp8_rows/{cache}/{dtype}/appended/unseen/{what}");
             let (mut problem, lengths) = scaled(dtype, cache, 1, Some(16), (2, 2), &name);
@@ -439,7 +440,7 @@ fn fp8_rows(cases: &mut Vec<Case>) {
     push(cases, name, packed.cache_scales(scales), Lengths::packed(&[(1, 90), (20, 33), (3, 0)]));
 }
 
-/// V as the first elements of K's rows, to 576 and 512.
+/// V is the front of K's rows: head dimensions 576 and 512.
 fn latent(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (qk, v) in [(24, 16), (40, 40), (192, 128), (576, 512)] {
@@ -511,9 +512,9 @@ fn wide_quantised(cases: &mut Vec<Case>) {
             (DType::E4m3Fn, (576, 512), (1, 130), 16, Descale::PerTensor, None),
             (DType::E5m2, (576, 512), (2, 200), 5, Descale::PerKvHead, Some(7)),
             (DType::E4m3Fn, (576, 512), (1, 70), 70, Descale::None, Some(64)),
-            // Eight blocks of keys and four: places in shared memory are filled again, and again.
+            // Eight blocks of keys, or four, refill each buffer in shared memory more than once.
             (DType::E4m3Fn, (576, 512), (1, 460), 16, Descale::PerKvHead, Some(1)),
-            // Two tiles of rows over six blocks of keys.
+            // Two tiles of rows read six blocks of keys.
             (DType::E4m3Fn, (576, 512), (2, 330), 40, Descale::PerKvHead, Some(7)),
             (DType::E4m3Fn, (512, 512), (5, 140), 2, Descale::PerKvHead, Some(16)),
             (DType::E5m2, (336, 272), (2, 90), 3, Descale::PerTensor, None),
@@ -692,7 +693,7 @@ fn lengths_of_keys(problem: &mut FwdProblem, lengths: &mut Lengths, name: &str) 
     }
 }
 
-/// Q and K laid out apart: packed queries over strided and paged caches, batched queries over packed keys.
+/// Q and K have different layouts: packed queries over strided and paged caches, batched queries over packed keys.
 fn mixed(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for mask in ["0", "b", "t", "b:6,0,2"] {
@@ -737,7 +738,7 @@ fn mixed_quantised(cases: &mut Vec<Case>) {
     }
 }
 
-/// Everything that changes a score, with few queries.
+/// Calls of few queries with every modifier of scores.
 fn modified(cases: &mut Vec<Case>) {
     use fmha_core::{Bias, BiasBroadcast, ElementwiseBias};
     for dtype in WIDE {
@@ -780,7 +781,8 @@ fn long(cases: &mut Vec<Case>) {
     }
 }
 
-/// Caches that are split, of unlike lengths, of 16 bits and in FP8, whole, in pages of a block and in pages of one row.
+/// Caches of 16 bits and in FP8, split into parts, with different lengths: strided, in pages of a block's size, and in
+/// pages of one row.
 fn split(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for (cache, seqlen_q) in [(None, 1), (None, 9), (Some(DType::E4m3Fn), 1), (Some(DType::E5m2), 9)] {
@@ -1080,7 +1082,7 @@ fn widened_caches(cases: &mut Vec<Case>) {
         problem.strides.v = Strides::bhds(problem.shape_v());
         let lengths = used(&mut problem);
         law(cases, "v_along_the_keys", problem, lengths, cache);
-        // Rows of 16-bit elements begin at dwords, those of FP8 codes at any byte.
+        // Rows of 16-bit elements begin at multiples of 4 bytes, and rows of FP8 at any byte.
         for head_dim in [64, 208] {
             let mut problem = masked(dtype, dims(2, 600, (2, 1), head_dim), "b");
             for strides in [&mut problem.strides.k, &mut problem.strides.v] {
@@ -1111,7 +1113,7 @@ fn laws(cases: &mut Vec<Case>) {
                 let name = format!("decode/pages_may_be_renumbered/{at}");
                 let (problem, lengths) = base();
                 let (problem, mut lengths) = in_pages(problem, 8, lengths, &name);
-                // Entries of the pages that exist, in order.
+                // Entries of the block table: the existing pages in order.
                 let most = lengths.totals.num_pages.unwrap_or(0).cast_signed();
                 lengths.block_table.iter_mut().for_each(|page| *page = (*page).clamp(0, most - 1));
                 push_law(cases, name, problem, lengths, LawKind::PermutedPages);
@@ -1161,7 +1163,7 @@ fn laws(cases: &mut Vec<Case>) {
             (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
             let lengths = Lengths { seqused_k: vec![70, 0, 1, 40], ..Lengths::default() };
             push_law(cases, name, problem, lengths, LawKind::WidenedCache);
-            // Long enough for parts.
+            // The cache is long enough to be split into parts.
             let name = format!(
                 "decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d{head_dim}/parts/q{seqlen_q}"
             );
@@ -1173,7 +1175,7 @@ fn laws(cases: &mut Vec<Case>) {
         }
     }
     widened_caches(cases);
-    // Lengths that are long and unlike, so that CTAs share the keys.
+    // Lengths are long and different, so that CTAs share a sequence's keys.
     for (cache, dtype, head_dim, seqlen_q) in [
         (DType::E4m3Fn, DType::Bf16, 128, 1),
         (DType::E4m3Fn, DType::F16, 64, 3),

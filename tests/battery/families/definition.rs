@@ -48,14 +48,14 @@ fn rows() -> Vec<(String, Levels)> {
         .collect()
 }
 
-/// A series of rows that nearly every fast kernel supports.
+/// Series of problems that nearly every fast kernel supports.
 #[derive(Clone, Copy, PartialEq)]
 enum Series {
-    /// V row-major, no keep mask.
+    /// V is row-major, and no keep mask is written.
     Rows(u64),
-    /// V column-major, of whole 16 bytes.
+    /// V is column-major, with rows that are a multiple of 16 bytes.
     Columns,
-    /// Keep masks in calls without dropout.
+    /// Keep masks are written in calls without dropout.
     WithoutDropout,
 }
 
@@ -69,7 +69,7 @@ fn fast_of(series: Series) -> impl Iterator<Item = (String, Levels)> {
     };
     match series {
         Series::Rows(_) => {}
-        // No gaps between sequences, no padding of rows: both end inside 16 bytes.
+        // Sequences have no gaps and rows no padding: both may end within 16 bytes.
         Series::Columns => {
             (axes[axis::SEQUENCES], axes[axis::LENGTHS], axes[axis::LAYOUT]) = (3, WHOLE_COLUMNS.len(), 2);
         }

@@ -71,13 +71,13 @@ impl Drawn {
     }
 }
 
-/// A small problem like the battery's, with other combinations of levels.
+/// Draws a small problem like the battery's, with other combinations of levels.
 fn small(name: &str, draw: &mut Draw) -> Case {
     let made = recipe(&random_levels(draw.word(), 0), draw.word());
     Case::forward(format!("{name}/{}", made.label), made.problem, made.lengths, made.data)
 }
 
-/// A stream of choices.
+/// Generator of random choices.
 struct Draw(u64);
 
 impl Draw {
@@ -86,7 +86,7 @@ impl Draw {
         self.0
     }
 
-    /// One of `0..count`.
+    /// Draws one of `0..count`.
     fn below(&mut self, count: u32) -> u32 {
         ((self.word() >> 16) % u64::from(count)) as u32
     }
@@ -99,7 +99,7 @@ impl Draw {
         choices[self.below(N as u32) as usize]
     }
 
-    /// A number in `1..=most`, about equally often below 16 and between 16 and 256.
+    /// Draws a number in `1..=most`, about equally often below 16 and between 16 and 256.
     fn length(&mut self, most: u32) -> u32 {
         let bits = 1 + self.below(most.ilog2() + 1);
         1 + self.below((1u32 << bits).min(most))
@@ -109,7 +109,7 @@ impl Draw {
         self.below(1 << 20) as f32 / (1 << 20) as f32
     }
 
-    /// Widths of a head: mostly whole copies of 16 bytes.
+    /// Draws a head dimension: mostly one whose rows are a multiple of 16 bytes.
     fn head_dim(&mut self, most: u32) -> u32 {
         match self.below(8) {
             0 => 1 + self.below(most),
@@ -130,7 +130,7 @@ impl Draw {
             .head_dims(head_dim_qk, if self.one_in(5) { self.head_dim(256) } else { head_dim_qk })
     }
 
-    /// A mask of any shape whose numbers are about as large as the lengths.
+    /// Draws a mask of any shape whose numbers are about as large as the lengths.
     fn mask(&mut self, dims: Dims) -> String {
         let longest = dims.seqlen_q.max(dims.seqlen_k);
         let near = |draw: &mut Self| if draw.one_in(4) { draw.below(4) } else { draw.length(longest) };
@@ -152,7 +152,7 @@ impl Draw {
         if self.one_in(2) { -number } else { number }
     }
 
-    /// Modifiers between the product and its softmax: mostly none, sometimes all.
+    /// Draws modifiers of the scores: mostly none, sometimes all.
     fn modifiers(&mut self, problem: &mut FwdProblem) {
         if self.one_in(5) {
             problem.score.softcap = Some(self.of([0.5, 2.0, 30.0, 50.0]));
@@ -185,7 +185,7 @@ impl Draw {
         Data { init, seed: self.word(), ..Data::default() }
     }
 
-    /// A problem of some blocks, without a cache.
+    /// Draws a problem of some blocks, without a cache.
     fn problem(&mut self, affordable: u64) -> (String, FwdProblem, Lengths) {
         let mut dims = self.dims((1500, 1500));
         if self.one_in(16) {
@@ -226,7 +226,7 @@ impl Draw {
         Case { name: format!("{name}/backward/{label}"), body: Body::Backward(Box::new(body)) }
     }
 
-    /// A call with few queries, or with a chunk of queries, over a cache.
+    /// Draws a call with few queries, or with a chunk of queries, over a cache.
     fn over_a_cache(&mut self, name: &str) -> Case {
         let most_q = self.of([1, 1, 4, 16, 64, 300]);
         let mut dims = self.dims((most_q, 3000));

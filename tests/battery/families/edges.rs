@@ -28,7 +28,7 @@ fn dims(seqlen_q: u32, seqlen_k: u32, head_dim: u32) -> Dims {
     Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(4, 2).head_dim(head_dim)
 }
 
-/// A problem with LSE and this mask.
+/// Makes a problem with LSE and a mask.
 pub(super) fn masked(dtype: DType, dims: Dims, mask: &str) -> FwdProblem {
     let mut problem = FwdProblem::batch(dtype, dims);
     problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
@@ -36,7 +36,7 @@ pub(super) fn masked(dtype: DType, dims: Dims, mask: &str) -> FwdProblem {
     problem
 }
 
-/// Packed sequences of these (queries, keys), with LSE and this mask.
+/// Makes packed sequences of the given (queries, keys), with LSE and a mask.
 pub(super) fn group(dtype: DType, dims: Dims, sequences: &[(u32, u32)], mask: &str) -> FwdProblem {
     let dims = Dims { batch: sequences.len() as u32, ..dims };
     let mut problem = FwdProblem::group(dtype, dims);
@@ -70,7 +70,7 @@ fn push_planted(cases: &mut Vec<Case>, name: String, problem: FwdProblem, plant:
     cases.push(case);
 }
 
-/// Lengths 0 and 1, in batch and in group mode.
+/// Lengths 0 and 1, in a batch and packed.
 fn lengths(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for mask in ["0", "b", "t", "b:2,1"] {
@@ -100,7 +100,7 @@ fn lengths(cases: &mut Vec<Case>) {
     }
 }
 
-/// One less and one more than the tiles that kernels like.
+/// Lengths one below and one above the sizes of kernels' tiles.
 fn tiles(cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
         for mask in ["0", "b", "b:40,0"] {
@@ -139,7 +139,7 @@ fn tiles(cases: &mut Vec<Case>) {
             let name = format!("edges/long/{dtype}/s{q}x{k}/{mask}");
             push(cases, name, masked(dtype, dims, mask), Lengths::default());
         }
-        // Blocks with K and V of different width, which a kernel may load in different ways.
+        // K and V have blocks of different width, which a kernel may load in different ways.
         let unlike =
             Dims { batch: 1, num_heads_q: 2, num_heads_kv: 1, head_dim_v: 128, ..dims(300, 600, 192) };
         push(
@@ -148,7 +148,7 @@ fn tiles(cases: &mut Vec<Case>) {
             masked(dtype, unlike, "b"),
             Lengths::default(),
         );
-        // Tile after tile of several blocks each, with as few multiprocessors.
+        // There are few multiprocessors, so that each computes several tiles of several blocks.
         let mut dims = dims(300, 700, 64);
         (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (1, 3, 3);
         push(cases, format!("edges/tile_after_tile/{dtype}/0"), masked(dtype, dims, "0"), Lengths::default());
@@ -159,7 +159,7 @@ fn tiles(cases: &mut Vec<Case>) {
 /// part, hidden NaN next to visible keys.
 fn short_queries(cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
-        // The last has more sink columns than queries.
+        // The last case has more sink columns than queries.
         for (q, k, mask) in [(1, 600, "0"), (3, 1100, "b:300,0"), (5, 700, "t"), (3, 1100, "b:300,0,200")] {
             let name = format!("edges/short_query/{dtype}/s{q}x{k}/{mask}");
             push(cases, name, masked(dtype, dims(q, k, 64), mask), Lengths::default());
@@ -175,7 +175,7 @@ fn short_queries(cases: &mut Vec<Case>) {
         let lengths = Lengths { seqused_k: vec![0, 530], ..Lengths::default() };
         push(cases, format!("edges/short_query_used/{dtype}"), used, lengths);
     }
-    // LSE so large that rows are computed again where their parts are merged, from heads of unlike width.
+    // LSE is so large that rows are recomputed where their parts are merged; K's and V's heads have different widths.
     for dtype in [DType::F16, DType::Bf16] {
         let sizes = Dims { head_dim_v: 24, ..dims(2, 600, 40) };
         let far = masked(dtype, sizes, "b").softmax_scale(1e8);
@@ -183,7 +183,7 @@ fn short_queries(cases: &mut Vec<Case>) {
     }
 }
 
-/// Unlike lengths under every alignment, rows that see nothing, windows of nothing.
+/// Masks of every alignment over different lengths: rows that see nothing, and windows that contain nothing.
 fn masks(cases: &mut Vec<Case>) {
     let masks = [
         "t",
@@ -239,7 +239,7 @@ fn strides(cases: &mut Vec<Case>) {
         problem.strides.o = odd(problem.shape_o(), 5);
         push(cases, format!("edges/odd_strides/{dtype}"), problem, Lengths::default());
 
-        // [seq, head, batch, dim] and [head, batch, seq, dim].
+        // Layouts [seq, head, batch, dim] and [head, batch, seq, dim].
         let mut problem = masked(dtype, dims(19, 23, 16), "b");
         let sbhd = |s: Shape| {
             let (dim, batch, head) = (i64::from(s.dim), i64::from(s.batch), i64::from(s.head));
@@ -303,7 +303,7 @@ fn packed_columns(cases: &mut Vec<Case>) {
     }
 }
 
-/// Large scores, outliers, whole numbers, constants.
+/// Inputs with large scores, outliers, integers, or constants.
 fn numbers(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for init in Init::ALL {
@@ -354,7 +354,7 @@ fn numbers(cases: &mut Vec<Case>) {
         let sequences = [(0, 128), (5, 128)];
         let problem = with_bias(group(dtype, dims(5, 128, 64), &sequences, "0"), 0);
         push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
-        // A sink with no weight compared with the row's only key.
+        // The sink's weight vanishes beside the row's only key.
         let sunk = masked(dtype, dims(9, 9, 64), "t").sink(true).softmax_scale(50.0);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk.clone(), Lengths::default());
         // Scores so large that the maximum is subtracted before scaling: the only key must have a weight of exactly
@@ -398,7 +398,7 @@ fn poison(cases: &mut Vec<Case>) {
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
             ("k", Operand::K, [0, 11, 1, 0]),
-            // In V's last head, the memory after it belongs to no tensor.
+            // The memory after V's last head belongs to no tensor.
             ("v", Operand::V, [1, 9, 1, 5]),
         ] {
             for (value, text) in [(f64::NAN, "nan"), (f64::INFINITY, "inf")] {
@@ -418,11 +418,11 @@ fn poison(cases: &mut Vec<Case>) {
         let name = format!("edges/nan_in_the_last_element_of_a_block/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 63], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
-        // A column within a group of four columns, after the first two.
+        // The column is in a group of four columns, after the first two.
         let name = format!("edges/nan_in_a_late_column/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 40], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
-        // Recomputed rows that see sink columns: without a band, and more sink columns than queries.
+        // Recomputed rows see sink columns: without a band, or more of them than queries.
         for (row, mask) in [(9, "g:0,-3,12"), (38, "b:4,0,36")] {
             let name = format!("edges/nan_beside_sink_columns/{dtype}/{mask}");
             let plant = Plant::At(Operand::V, [1, row, 1, 5], f64::NAN);
@@ -484,7 +484,7 @@ fn growth(cases: &mut Vec<Case>) {
                 push_of(cases, init, name, problem);
             }
         }
-        // The next sequence's queries, in the first one's row block, have such scores too and end much earlier.
+        // The next sequence's queries, in the first sequence's row block, have large scores too and end much earlier.
         let sequences = [(70, 600), (58, 30), (40, 300)];
         let mut problem = group(dtype, dims(70, 600, 64), &sequences, "b");
         problem.score.softmax_scale = Some(1e8);
@@ -528,7 +528,7 @@ fn growth(cases: &mut Vec<Case>) {
     }
 }
 
-/// Every head dimension has its own padding.
+/// Cases of head dimensions, each with its own padding.
 fn head_dims(cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         for head_dim in (1..=40).chain([47, 63, 65, 79, 95, 100, 127, 129, 160, 191, 200, 255, 256]) {

@@ -52,7 +52,7 @@ pub(crate) fn cases() -> Vec<Case> {
             let data = data(&name);
             cases.push(Case::forward(name, masked(dtype, dims, "b"), Lengths::default(), data));
         }
-        // Rows of O that end within a word.
+        // Rows of O end within a word.
         let dims = Dims { head_dim_qk: 31, head_dim_v: 31, ..small(dtype, "b").dims };
         let odd = masked(dtype, dims, "b").dtype_o(dtype).scale_o(true);
         let name = format!("fp8/head_dim/{dtype}/d31_o_fp8");
@@ -100,7 +100,8 @@ fn blocks(cases: &mut Vec<Case>) {
         for (qk, v) in
             [(64, 64), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (224, 224), (256, 256)]
         {
-            // A wide row-major V is turned in shared memory; without a mask no row is computed again that shows how.
+            // Wide row-major V is transposed in shared memory. Without a mask no row is recomputed, so an error there
+            // is not hidden.
             let turned = (v > 128).then_some(("0", "r"));
             for (mask, letter) in [("0", "c"), ("b", "r")].into_iter().chain(turned) {
                 let mut problem = of(qk, v, (150, 610), mask);
@@ -136,7 +137,7 @@ fn blocks(cases: &mut Vec<Case>) {
         let lengths = Lengths { seqused_k: vec![577], ..Lengths::default() };
         let used = plain("0").seqused_k(true);
         push("nan_behind_the_keys", used.clone(), lengths.clone(), Plant::HiddenKeys);
-        // NaN within a word of such a V, in the last of these rows.
+        // NaN lies within a word of the column-major V, in the last of its rows.
         let mut used = used;
         columns(&mut used);
         push("nan_behind_the_keys_in_columns", used, lengths, Plant::HiddenKeys);
@@ -158,7 +159,7 @@ fn blocks(cases: &mut Vec<Case>) {
         let dims = plain("b").dims;
         let packed = o_16_bits(group(dtype, dims, &sequences, "b"));
         push("group", packed, Lengths::packed(&sequences), Plant::Nothing);
-        // Two kv heads, with four query heads each.
+        // The call has two kv heads with four query heads each.
         let sequences = [(40, 70), (1, 200), (33, 0), (65, 157)];
         let of_heads = Dims { num_heads_q: 8, num_heads_kv: 2, ..of(64, 64, (65, 200), "b").dims };
         let packed = o_16_bits(group(dtype, of_heads, &sequences, "b"));
@@ -191,7 +192,7 @@ fn blocks(cases: &mut Vec<Case>) {
     }
 }
 
-/// V as `[batch, head, dim, seq]`, the keys of a row padded to 16.
+/// Stores V as `[batch, head, dim, seq]`, with the keys of a row padded to 16.
 fn columns(problem: &mut FwdProblem) {
     let shape = problem.shape_v();
     problem.layout.v = VLayout::ColMajor;

@@ -81,7 +81,7 @@ fn far_apart(cases: &mut Vec<Case>) {
         for axis in ["batch", "head", "seq"] {
             let mut problem = masked(dtype, Dims { num_heads_kv: 2, ..dims(3, 3, 32) }, "b");
             if axis == "seq" {
-                // Three rows: the last lies beyond 2^31.
+                // The third row lies beyond 2^31 elements.
                 (problem.dims.seqlen_q, problem.dims.seqlen_k) = (3, 3);
             }
             for strides in [
@@ -139,11 +139,11 @@ fn backward_far_apart(cases: &mut Vec<Case>) {
             strides.batch = FAR;
         });
         if dtype == DType::Bf16 {
-            // The second head of a group, and of keys, lies beyond 2^31 bytes.
+            // The second query head of a group, and the second kv head, lie beyond 2^31 bytes.
             let problem = masked(dtype, two(3, 40), "b");
             push(name("head"), problem, Lengths::default(), &|strides| strides.head = FAR / 2 + 128);
         }
-        // Three rows: the last lies beyond 2^31.
+        // The third row lies beyond 2^31 elements.
         push(name("seq"), masked(dtype, two(3, 3), "b"), Lengths::default(), &|strides| {
             strides.seq = FAR / 2 + 128;
         });
@@ -151,7 +151,7 @@ fn backward_far_apart(cases: &mut Vec<Case>) {
         let packed = group(dtype, two(4, 4), &sequences, "b");
         push(name("packed"), packed, Lengths::packed(&sequences), &|strides| strides.seq = FAR / 4);
     }
-    // 128 rows end before 2^28 bytes, and the last of these beyond 2^32.
+    // The first 128 rows end before 2^28 bytes, and the last row ends beyond 2^32.
     for (side, seqlen_q, seqlen_k) in [("keys", 3, 2200), ("queries", 2200, 3)] {
         let name = format!("guards/backward_rows_far_apart/bf16/{side}");
         let one = Dims { batch: 1, num_heads_q: 1, num_heads_kv: 1, ..dims(seqlen_q, seqlen_k, 32) };

@@ -15,7 +15,7 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     for ratio in [2, 5, 16] {
-        // One kv head for all query heads.
+        // All query heads share one kv head.
         let name = format!("heads/mqa/bf16/h{ratio}/s9x70/b");
         let problem = masked(DType::Bf16, dims(9, 70, ratio, 1), "b");
         push(&mut cases, name, problem, Lengths::default());

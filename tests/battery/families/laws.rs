@@ -1,4 +1,4 @@
-//! Pairs of calls that must agree.
+//! Cases of pairs of calls whose results must agree.
 
 use fmha_core::{Bias, DType, Dims, FwdProblem};
 
@@ -48,13 +48,13 @@ pub(crate) fn cases() -> Vec<Case> {
 fn masks(kind: LawKind) -> &'static [&'static str] {
     match kind {
         LawKind::WideWindowIsNone => &["0"],
-        // Only generic coordinates can be moved along with the keys.
+        // Only generic coordinates let the mask move with the keys.
         LawKind::SplitsCombine(_) => &["0", "g:30,12"],
         _ => &["0", "b", "b:9,3"],
     }
 }
 
-/// Sequences of different lengths if the law is about them; otherwise the whole tensors.
+/// Sequences get different lengths if the law is about them; otherwise all rows are in use.
 fn lengths(kind: LawKind, dims: Dims) -> Lengths {
     if kind != LawKind::Recorded {
         return Lengths::default();

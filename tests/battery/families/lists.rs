@@ -38,7 +38,7 @@ pub(crate) fn cases() -> Vec<Case> {
 /// Kinds of entries of a list.
 const STYLES: [&str; 6] = ["scattered", "repeated", "absent", "some_empty", "runs", "beyond"];
 
-/// Keys that are a multiple of this and 3 are in no list.
+/// No list names a key that is 3 modulo this number.
 const AVOIDED: u32 = 7;
 
 fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims {
@@ -49,7 +49,7 @@ fn small(dtype: DType) -> FwdProblem {
     masked(dtype, dims(5, 70, (4, 2), 48), "0")
 }
 
-/// Gives a problem contiguous lists of `topk`, in a style.
+/// Gives a problem contiguous lists of `topk` entries, in a given style.
 fn with_lists(
     mut problem: FwdProblem,
     mut lengths: Lengths,
@@ -200,7 +200,7 @@ fn layouts(cases: &mut Vec<Case>, dtype: DType) {
         lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
         push(cases, name, problem, lengths);
     }
-    // Rows of tokens begin at 8 bytes, those of sequences at 16.
+    // Rows of tokens begin at multiples of 8 bytes, and those of sequences at multiples of 16.
     let name = name("tokens_with_gaps");
     let mut problem = masked(dtype, dims(2, 70, (4, 1), 64), "0");
     let with_gaps = Strides { batch: 520, seq: 260, head: 64, dim: 1 };
@@ -218,7 +218,7 @@ fn tokens(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// Plain head dimensions up to 256, and latent ones with V in K's rows.
+/// Head dimensions up to 256, and latent ones with V in K's rows.
 fn head_dims(cases: &mut Vec<Case>, dtype: DType) {
     for (qk, v, heads) in [
         (64, 64, (2, 2)),
@@ -293,7 +293,7 @@ fn modified(mut problem: FwdProblem, modifier: &str) -> FwdProblem {
     problem
 }
 
-/// The problem, with an LSE that leaves sinks out where the modifier ends with "apart".
+/// Problem of a modifier's name. If the name ends with "apart", LSE leaves sinks out.
 fn finished(problem: FwdProblem, modifier: &str) -> FwdProblem {
     let apart = modifier.ends_with("apart");
     let lists = problem.lists.map(|lists| lists.lse_without_sink(apart));
@@ -512,7 +512,7 @@ fn wide(cases: &mut Vec<Case>, dtype: DType) {
         let (problem, lengths) = with_lists(problem, Lengths::default(), 150, style, data(&name).seed);
         push(cases, name, problem, lengths);
     }
-    // Two tiles of heads to a token; rows of a tile end inside a token.
+    // A token has two tiles of heads, and a tile's rows end inside a token.
     let apart = name("d576/apart/h70");
     let (mut problem, mut lengths) =
         with_lists(masked(dtype, sized(1, 2, 100, 70, 576), "0"), Lengths::default(), 130, "scattered", 5);
@@ -571,7 +571,7 @@ fn wide(cases: &mut Vec<Case>, dtype: DType) {
     push(cases, long, finished(problem, "sink_apart"), lengths);
 }
 
-/// A call over latent rows that a seed draws: lengths, heads, band, sink, style, entries in use, pages.
+/// Draws a call over latent rows: lengths, heads, band, sink, style, entries in use, pages.
 fn drawn(cases: &mut Vec<Case>, name: String, dtype: DType, seed: u64) {
     let draw = |what: u64, most: u32| (mix(seed << 8 ^ what) % u64::from(most)) as u32;
     let qk = [576, 512][draw(0, 2) as usize];
@@ -591,7 +591,7 @@ fn drawn(cases: &mut Vec<Case>, name: String, dtype: DType, seed: u64) {
     push(cases, name, problem, lengths);
 }
 
-/// Caches that are appended to, turned, and narrower than their queries; FP8 throughout.
+/// Caches with appended rows, with rotary embedding, in a narrower type than the queries, and with FP8 throughout.
 fn caches(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for (new, rotary) in [(2, None), (3, Some(16))] {
@@ -699,7 +699,7 @@ fn gradients(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// Gradients in any order.
+/// Cases of gradients whose sums have no order.
 fn unordered_gradients(cases: &mut Vec<Case>, dtype: DType) {
     let mut push = |name: String, problem: FwdProblem, lengths: Lengths| {
         let planted = avoided(&problem);
@@ -770,7 +770,7 @@ fn unordered_gradients(cases: &mut Vec<Case>, dtype: DType) {
     push(name, problem, lengths);
 }
 
-/// NaN at K and V of the keys that no list of single keys names.
+/// Plants NaN in K and V at keys that no list names.
 fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
     let dims = problem.dims;
     let is_plain = problem.layout.kv == KvLayout::Strided;
@@ -784,11 +784,11 @@ fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
     .collect()
 }
 
-/// Laws: calls with equal bits.
+/// Laws of lists: calls whose bits must be equal.
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, kind) in [("twice", LawKind::Twice), ("repeated", LawKind::Repeated(5))] {
-            // Kernels that only have places in a list support no dropout.
+            // Kernels that know only the position in a list support no dropout.
             for (kept, p_drop) in [("", 0.1), ("/whole", 0.0)] {
                 let name = format!("lists/{word}/{dtype}{kept}");
                 let problem = masked(dtype, dims(9, 300, (8, 2), 64), "b").sink(true).p_drop(p_drop);

@@ -111,7 +111,7 @@ pub(super) fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (Fw
         }
         "window" => problem = masked(dtype, dims, "b:90,3,2"),
         "part" => {
-            // The first key of the part begins a block of every size that a part draws.
+            // The part's first key begins a block in every block size that a part draws.
             let part =
                 Part { position_q: 128, position_k: 960, seqlens: Some([300, 1300]), ..Part::default() };
             problem = masked(dtype, dims, "b").part(part);
@@ -166,12 +166,12 @@ fn draw_kind(problem: &mut FwdProblem, lengths: &mut Lengths, kind: &str, gap: i
     }
 }
 
-/// A pseudo-random word of these coordinates.
+/// Draws a pseudo-random word for some coordinates.
 fn word(seed: u64, at: [u32; 4]) -> u64 {
     at.into_iter().fold(mix(seed), |word, x| mix(word ^ u64::from(x)))
 }
 
-/// The numbers of a tensor; memory between them is garbage.
+/// Makes a tensor's numbers; the memory between them is garbage.
 fn numbers(shape: Shape, strides: Strides, mut of: impl FnMut([u32; 4]) -> i32) -> Vec<i32> {
     let mut numbers = vec![i32::MIN + 7; strides.extent(shape).unwrap_or(0) as usize];
     for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.head).map(move |h| (b, h))) {
@@ -204,16 +204,16 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
     let (seqlen_k, first_key) = (problem.dims.seqlen_k.cast_signed(), problem.part.position_k.cast_signed());
     let reach = u64::from(problem.dims.seqlen_k.max(205));
     let drawn = |[b, i, h, m]: [u32; 4]| {
-        // Stretches of rows have one kind each.
+        // A stretch of 37 rows has one kind of interval.
         let stretch = i / 37;
         let kind = word(seed, [b, h, stretch, 9]) % 6;
         let edge = |n: u32| (word(seed, [b, h, stretch, 10 + n]) % (reach - 15)) as i32;
         let i = i.cast_signed();
         let endpoint: i32 = match (kind, m) {
-            // Every key, and a prefix below.
+            // An interval begins at 0. It ends after every key (kind 0), or grows with the row (kind 5).
             (0 | 5, 0) => 0,
             (0, 1) => i32::MAX,
-            // A document.
+            // The row sees a document.
             (1, 0) => edge(0).min(edge(1)),
             (1, 1) => edge(0).max(edge(1)) + 15,
             // A window after sinks, which needs two intervals.
@@ -221,12 +221,12 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
             (2, 1) if endpoints > 2 => 4,
             (2, 0 | 2) => i - 20,
             (2, 1 | 3) => i + 3,
-            // No key.
+            // The row sees no key.
             (3, _) => edge(0),
-            // Drawn for each row, in any order, outside of the keys too.
+            // Endpoints are drawn for each row, in any order, and may lie outside of the keys.
             (4, m) => (word(seed, [b, h, i.unsigned_abs(), m]) % (reach + 55)) as i32 - 30,
             (5, 1) => edge(0) + i / 3,
-            // Unused pairs.
+            // The rest of the pairs is unused.
             _ => seqlen_k + 5,
         };
         endpoint.saturating_add(first_key)
@@ -265,7 +265,7 @@ fn draw_lists(
     let room = |has: bool| has.then_some(blocks + 1);
     let mut lists = BlockLists::dense(problem, axes, [block_q, block_k], room(has_partial), room(has_full));
     let what = |[b, row, h]: [u32; 3], block: u32| match word(seed, [b, h, row, 200]) % 8 {
-        // A block of queries without keys, one that sees all.
+        // Some blocks of queries have no keys, and some see all.
         0 => 2,
         1 => u64::from(has_full),
         _ => word(seed, [b, h, row, 300 + block]) % 3,

@@ -1,4 +1,4 @@
-//! The families of cases.
+//! Families of cases.
 
 mod addresses;
 mod backward;
@@ -27,7 +27,7 @@ mod two_caches;
 use crate::case::Case;
 pub(crate) use decode::pages;
 
-/// Every case of every family.
+/// All cases of every family.
 pub(crate) fn all() -> Vec<Case> {
     [
         definition::cases(),

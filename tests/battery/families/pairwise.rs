@@ -34,7 +34,7 @@ pub(crate) fn pairwise(axes: &[usize], seed: u64) -> Vec<Levels> {
     rows
 }
 
-/// A level of each axis, decided by `seed`.
+/// Draws a level of each axis from `seed`.
 pub(crate) fn random(axes: &[usize], seed: u64) -> Levels {
     axes.iter().enumerate().map(|(axis, &levels)| mix(seed ^ mix(axis as u64)) as usize % levels).collect()
 }

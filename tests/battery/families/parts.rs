@@ -11,7 +11,7 @@ use crate::tensors::Lengths;
 /// inside one.
 const POSITIONS_K: [(u32, &str); 2] = [(132, "quad"), (133, "between_quads")];
 
-/// The other places among four keys, of one mask alone.
+/// Other positions in a group of four keys, tried with one mask only.
 const REST_OF_QUAD: [(u32, &str); 2] = [(134, "two_on"), (135, "three_on")];
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -20,7 +20,7 @@ pub(crate) fn cases() -> Vec<Case> {
         for at in POSITIONS_K {
             for modifier in ["alibi", "dropout", "alibi_dropout"] {
                 for mask in ["0", "b", "t:150,20,140"] {
-                    // The whole's lengths, or a whole that ends where the part does.
+                    // The whole has lengths of its own, or ends where the part ends.
                     for end in [(Some([300, 411]), "inside"), (None, "at_the_end")] {
                         cases.extend(both_ways(dtype, at, modifier, mask, end));
                     }

@@ -9,7 +9,7 @@ use crate::init::Init;
 use crate::tensor::Operand;
 use crate::tensors::{Data, Lengths};
 
-/// Why something is computed again.
+/// Reasons for which a kernel recomputes rows.
 const CAUSES: [(&str, Init, Cause); 6] = [
     ("rising", Init::Rising, Cause::Scores),
     ("towering", Init::Towering, Cause::Scores),
@@ -29,7 +29,7 @@ enum Cause {
     LargeInV,
 }
 
-/// Names of the calls into which the rare value is written.
+/// Names of the variants of the call in which the rare value is written.
 const VARIANTS: [&str; 20] = [
     "batch",
     "unmasked",
@@ -57,7 +57,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in [DType::F32, DType::Bf16] {
         for variant in VARIANTS {
-            // A score of -inf times a scale below 0 is +inf, which no soft-max is defined for.
+            // A score of -inf times a negative scale is +inf, for which softmax is undefined.
             let is_taken = |cause| match cause {
                 Cause::InfinitelyFar => !variant.starts_with("negative_scale"),
                 Cause::LargeInV => matches!(variant, "batch" | "unmasked" | "group"),
@@ -68,7 +68,7 @@ pub(crate) fn cases() -> Vec<Case> {
             }
         }
     }
-    // The type of the tensor that is read again is FP8, and P has the range of FP8 or of f16.
+    // The tensor that is read again has type FP8, and P has the range of FP8 or of f16.
     for dtype in [DType::E4m3Fn, DType::E5m2] {
         for variant in ["batch", "group", "negative_scale"] {
             cases.extend(CAUSES[..3].iter().map(|&cause| case(dtype, variant, cause)));
@@ -153,7 +153,7 @@ fn in_mode(
 fn far_scores(cases: &mut Vec<Case>) {
     let most = f64::from(f32::MAX);
     let of_bf16 = DType::Bf16.max_finite();
-    // Bias, sink, and last a case with both.
+    // The numbers are in the bias or in the sink; the last case has both.
     let numbers = [
         ("bias_lowest", Some(-most), None),
         ("bias_lowest_of_bf16", Some(-of_bf16), None),
@@ -167,7 +167,7 @@ fn far_scores(cases: &mut Vec<Case>) {
     ];
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         for mode in MODES {
-            // Each number occurs under one mask; other modes have those that every way to recompute a row uses.
+            // Each number is tried under one mask. Other modes try those that use every way to recompute a row.
             let everywhere = ["bias_lowest", "bias_and_sink_lowest"];
             let whole = mode.0 == "causal";
             for (what, bias, sink) in numbers {
@@ -267,12 +267,12 @@ fn planted(name: String, problem: FwdProblem, lengths: Lengths, data: Data, plan
 fn case(dtype: DType, variant: &str, (what, init, cause): (&str, Init, Cause)) -> Case {
     let name = format!("rare/{what}/{dtype}/{variant}");
     let (problem, lengths) = problem(dtype, variant);
-    // The second sequence's first row of K and V, where packed.
+    // For packed sequences, the second sequence's first row of K and V.
     let (batch, first) = match lengths.cu_seqlens_k.get(1) {
         Some(&row) => (0, row.unsigned_abs()),
         None => (1, 0),
     };
-    // One key that the mask shows to the later queries of a tile and hides from the others.
+    // The mask shows this key to the later queries of a tile, and hides it from the others.
     let key = [batch, first + 375, 0, 5];
     let plant = match cause {
         Cause::Scores => Plant::Nothing,

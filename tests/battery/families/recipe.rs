@@ -73,7 +73,7 @@ pub(crate) mod axis {
     pub(crate) const WRITES: usize = 17;
 }
 
-/// A sound problem, its lengths and data.
+/// A valid problem with its lengths and data.
 pub(crate) struct Recipe {
     pub(crate) label: String,
     pub(crate) problem: FwdProblem,
@@ -81,7 +81,7 @@ pub(crate) struct Recipe {
     pub(crate) data: Data,
 }
 
-/// Problem with these levels, where incompatible levels are adjusted.
+/// Makes the problem of the given levels. Levels that exclude each other are adjusted.
 pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
     let dtype = DTYPES[levels[0]];
     let (head_dim_qk, head_dim_v) = HEAD_DIMS[levels[4]];
@@ -122,13 +122,13 @@ pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
     Recipe { label, problem, lengths, data: Data { init: INITS[levels[15]], seed, room } }
 }
 
-/// Descales of Q, K and, where it is FP8, of V.
+/// Sets the descales of Q and K, and of V if it is FP8.
 pub(super) fn fp8_scales(kind: Descale, problem: &mut FwdProblem) {
     (problem.scales.descale_q, problem.scales.descale_k) = (kind, kind);
     problem.scales.descale_v = if problem.dtypes.v.is_fp8() { kind } else { Descale::None };
 }
 
-/// Layout of the sequences, and whether all rows are in use or some sequences are shorter.
+/// Sets the sequences' layout, and whether all rows are in use or some sequences are shorter.
 fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) {
     let dims = &mut problem.dims;
     let (q, k) = (dims.seqlen_q, dims.seqlen_k);
@@ -166,7 +166,7 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
     }
 }
 
-/// Strides of Q, K, V and O.
+/// Sets the strides of Q, K, V and O.
 pub(super) fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mut FwdProblem) {
     let Extents { q, k, v, o, .. } = problem.extents(totals);
     let of = |shape| match level {
@@ -174,7 +174,7 @@ pub(super) fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mu
         1 => Strides::bhsd(shape),
         2 => padded(shape, 5),
         _ => {
-            // A slice of packed b·s·3·h·d.
+            // The tensor is a slice of packed b·s·3·h·d.
             let one = Strides::bshd(shape);
             Strides { batch: one.batch * 3, seq: one.seq * 3, ..one }
         }
@@ -192,7 +192,7 @@ pub(super) fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mu
     }
 }
 
-/// No bias, an elementwise one, or ALiBi.
+/// Sets no bias, an elementwise one, or ALiBi.
 pub(super) fn bias(level: usize, layout: usize, problem: &mut FwdProblem) {
     let sixteen_bit = match (problem.dtypes.qk.is_fp8(), problem.dtypes.v.is_fp8()) {
         (true, true) => DType::F16,
@@ -220,7 +220,7 @@ pub(super) fn bias(level: usize, layout: usize, problem: &mut FwdProblem) {
     };
 }
 
-/// The levels of case `index` of a random series.
+/// Draws the levels of case `index` of a random series.
 pub(crate) fn random_levels(series: u64, index: u64) -> Levels {
     super::pairwise::random(&AXES, mix(series ^ mix(index)))
 }

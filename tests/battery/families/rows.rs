@@ -1,11 +1,11 @@
-//! Rows of one sequence in two calls: bits are equal if the plan promises it.
+//! Cases of rows that two calls share: their bits must be equal if the plan promises it.
 
 use crate::case::{Body, Case, Forward, Plant};
 use crate::law::{Law, LawKind};
 use crate::rows::{BLOCKS, PAIRS, SHORT, draw, draw_training};
 use crate::tensors::Data;
 
-/// Cases, of [`PAIRS`] pairs each. `tests/row_invariant.rs` draws more.
+/// Number of cases, of [`PAIRS`] pairs each. `tests/row_invariant.rs` draws more.
 const CASES: u64 = 4;
 
 /// Seed of the training calls: three blocks of keys, a kv head's two query heads, one packed call, different

@@ -12,9 +12,9 @@ use crate::init::{Init, mix};
 use crate::tensor::Operand;
 use crate::tensors::{Data, Lengths, padded};
 
-/// Drawn problems of a format.
+/// Number of drawn forward problems for each format.
 const DRAWN: u32 = 40;
-/// Drawn backward problems of a format.
+/// Number of drawn backward problems for each format.
 const DRAWN_BACKWARD: u32 = 20;
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -51,7 +51,7 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             let problem = masked(dtype, dims, "b").with_block_scales(format);
             push(&format!("{dtype}/head_dim/d{head_dim}"), problem, Lengths::default());
         }
-        // The last block of V has one key, all, or all but one.
+        // The last block of V has one key, all keys but one, or all keys.
         for seqlen_k in [1, 15, 16, 17, 31, 32, 33, 63, 65, 300] {
             for (letter, layout) in [("r", VLayout::RowMajor), ("c", VLayout::ColMajor)] {
                 let dims = Dims { seqlen_k, ..small(dtype, "0").dims };
@@ -59,7 +59,7 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
                 push(&format!("{dtype}/keys/{seqlen_k}/{letter}"), problem, Lengths::default());
             }
         }
-        // Strides that TMA takes, also of pairs of keys.
+        // TMA supports these strides, also those of pairs of keys.
         for (head_dim, mask) in [(64, "0"), (128, "b"), (192, "b:90,0"), (256, "0")] {
             let dims = Dims {
                 seqlen_q: 140,
@@ -107,7 +107,7 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             let (paged, lengths) = in_pages(paged, page_size, lengths, &named(&what));
             push(&what, paged.with_block_scales(format), lengths);
         }
-        // Packed rows of Q over a cache.
+        // Q is packed, and K is a cache.
         let sequences = [(13, 41), (0, 5), (30, 17), (1, 0)];
         let dims = Dims { batch: 4, ..small(dtype, "b").dims };
         let mut packed = masked(dtype, dims, "b").q_layout(fmha_core::QLayout::Packed).seqused_k(true);
@@ -152,7 +152,7 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
     }
 }
 
-/// Gradients: of the values of Q, K and V, whatever their layout.
+/// Gradients with respect to the values of Q, K and V, in every layout.
 fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
     let named = |what: &str| format!("scales/{format}/backward/{what}");
     let mut push =
@@ -203,7 +203,7 @@ fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
         let used = small("b").seqused_q(true).seqused_k(true);
         let lengths = Lengths { seqused_q: vec![30, 7], seqused_k: vec![33, 0], ..Lengths::default() };
         push(&format!("{dtype}/lengths"), of(used), lengths, vec![]);
-        // Packed rows of Q over keys that are not.
+        // Q is packed, and K is not.
         let sequences = [(13, 41), (0, 5), (30, 17), (1, 0)];
         let dims = Dims { batch: 4, ..small("b").dims };
         let mut packed = masked(dtype, dims, "b").q_layout(fmha_core::QLayout::Packed).seqused_k(true);
@@ -236,7 +236,7 @@ fn backward(cases: &mut Vec<Case>, format: BlockFormat) {
         let problem = of(masked(dtype, dims, "b").with_block_scales(format));
         push(&format!("{dtype}/blocks"), problem, Lengths::default(), vec![]);
     }
-    // A scale of NaN makes NaN of the gradients that its block reaches.
+    // A scale of NaN makes the gradients NaN that its block reaches.
     for (what, operand, at) in [
         ("q", Operand::BlockScaleQ, [1, 3, 2, 1]),
         ("k", Operand::BlockScaleK, [0, 7, 1, 0]),
@@ -316,7 +316,7 @@ fn drawn(cases: &mut Vec<Case>, format: BlockFormat) {
     }
 }
 
-/// A problem that its name decides, in pages or not.
+/// Draws a problem from its name, perhaps in pages if `may_be_paged`.
 fn draw_problem(format: BlockFormat, name: &str, may_be_paged: bool) -> (FwdProblem, Lengths) {
     let data = data(name);
     let mut count = 0;

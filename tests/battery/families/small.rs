@@ -15,7 +15,7 @@ const SEQUENCES: [(u32, u32); 5] = [(0, 9), (33, 70), (17, 0), (70, 65), (1, 130
 
 const WIDE: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
 
-/// The problem with those small outputs that the bits of `which` choose.
+/// Makes the problem return the small outputs that the bits of `which` choose.
 fn wanting(problem: FwdProblem, which: u32) -> FwdProblem {
     problem.row_max(which & 1 != 0).head_max(which & 2 != 0).key_sum(which & 4 != 0)
 }

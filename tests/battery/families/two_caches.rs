@@ -25,7 +25,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Keys of the second cache that a row sees.
+/// Keys of the second cache that a row may see.
 #[derive(Clone, Copy)]
 enum Seen {
     Whole,
@@ -39,7 +39,7 @@ fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims 
     Dims::batch(2).seqlens(seqlen_q, seqlen_k).heads(heads.0, heads.1).head_dim(head_dim)
 }
 
-/// Lists of the first cache.
+/// Gives the first cache lists of keys.
 fn listed(
     mut problem: FwdProblem,
     mut lengths: Lengths,
@@ -52,7 +52,7 @@ fn listed(
     (problem, lengths)
 }
 
-/// Intervals of compressed keys, of the rows that `second` has.
+/// Gives the second cache's rows intervals of compressed keys.
 fn compressed(problem: &FwdProblem, lengths: &Lengths, ratio: u32) -> (Intervals, Vec<i32>) {
     match lengths.totals.total_q {
         None => {
@@ -66,7 +66,7 @@ fn compressed(problem: &FwdProblem, lengths: &Lengths, ratio: u32) -> (Intervals
     }
 }
 
-/// Endpoints 0 and floor((i + 1) / ratio), an axis of all rows each.
+/// Endpoints 0 and floor((i + 1) / ratio) of row i.
 fn ends(at: u32, rows: u32, ratio: u32) -> i32 {
     if at < rows { 0 } else { ((at - rows + 1) / ratio).cast_signed() }
 }
@@ -145,7 +145,7 @@ fn ways(cases: &mut Vec<Case>, dtype: DType) {
             with_second(problem, Lengths::default(), at, Lengths::default(), Seen::Whole, data(&name).seed);
         push(cases, name, problem, lengths);
     }
-    // The first cache by intervals, two for each row.
+    // Two intervals for each row select the keys of the first cache.
     let intervals = name("intervals/list");
     let mut problem = masked(dtype, dims(5, 70, (4, 2), 48), "0");
     let of_first = Intervals::batch(&problem, MaskAxes { per_batch: false, heads: 2 }, 4);
@@ -225,7 +225,7 @@ fn addressed(mut problem: FwdProblem, [first, second]: [(u32, u32); 2], seed: u6
     (problem, lengths)
 }
 
-/// The problem, with an LSE that leaves sinks out where the modifier ends with "apart".
+/// Problem of a modifier's name. If the name ends with "apart", LSE leaves sinks out.
 fn modified(mut problem: FwdProblem, modifier: &str) -> FwdProblem {
     problem = problem.sink(modifier.contains("sink"));
     if modifier == "softcap" {
@@ -364,7 +364,7 @@ fn rows_of_bytes(cases: &mut Vec<Case>) {
             }
             push(cases, name, problem, lengths);
         }
-        // New rows that no query sees, so that their bytes alone are compared.
+        // No query sees the new rows, so only their bytes are compared.
         for (what, value) in [("infinity", f64::INFINITY), ("nan", f64::NAN), ("most", 3e38)] {
             let name = format!("lists/rows/{word}/appended/unseen/{what}");
             let mut problem = plain(4, 70, "t");

@@ -13,7 +13,7 @@ use crate::tensor::Operand;
 use crate::tensors::{HostBwd, HostFwd, Lengths};
 use crate::verdict::Verdict;
 
-/// Multiplications that the reference may spend on one case: bits are compared in every row, values in some.
+/// Multiplications that the reference may spend on one case. Bits are compared in every row, values only in some.
 const REFERENCE_BUDGET: f64 = 5e7;
 
 pub(super) fn run(backend: &Device, options: &Options, law: &Law) -> Result<Verdict> {
@@ -84,7 +84,7 @@ pub(super) fn keys_of_gradients(
     Ok(verdict)
 }
 
-/// A new call with the inputs of `together`, not yet run.
+/// Makes a new call with the inputs of `together`, not yet run.
 fn again(together: &HostFwd, law: &Law) -> Result<HostFwd> {
     let Forward { problem, lengths, data, .. } = &law.forward;
     let mut again = HostFwd::unfilled(problem.clone(), lengths, *data)?;
@@ -94,7 +94,7 @@ fn again(together: &HostFwd, law: &Law) -> Result<HostFwd> {
     Ok(again)
 }
 
-/// A sequence's call alone, with its numbers.
+/// Makes a call with one sequence alone, and its numbers.
 fn alone(together: &HostFwd, span: &SeqSpan, law: &Law) -> Result<HostFwd> {
     let problem: &FwdProblem = &together.problem;
     let mut one = problem.clone();

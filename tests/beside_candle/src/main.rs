@@ -1,4 +1,4 @@
-//! One program that names both; it is checked, not run: `backend-cuda/tests/beside_candle.rs`.
+//! Program that names both this library and candle. It is compiled, not run, by `backend-cuda/tests/beside_candle.rs`.
 
 fn main() {
     println!("{:?}", cudarc::driver::CudaContext::device_count());

@@ -1,4 +1,4 @@
-//! Structs of the C library.
+//! Faulty structs of the C library.
 
 use std::ffi::c_void;
 
@@ -15,7 +15,7 @@ struct CProblem {
     gradients: Option<FmhaGradients>,
 }
 
-/// C's own words for some of the contract's fields, and what is wrong with each.
+/// Problems with one wrong field each, in C's own form of some of the contract's fields.
 fn wrong_problems(sound: &CProblem) -> Vec<Wrong<CProblem>> {
     static NAN: f32 = f32::NAN;
     static NEGATIVE: f32 = -1.0;
@@ -134,7 +134,7 @@ fn wrong_problems(sound: &CProblem) -> Vec<Wrong<CProblem>> {
     all
 }
 
-/// Wrong at the run of a plan that was sound.
+/// Wrong arguments for a run of a valid plan.
 fn wrong_args(sound: &CProblem, args: &FmhaArgs) -> Vec<Wrong<FmhaArgs>> {
     let mut all: Vec<Wrong<FmhaArgs>> = Vec::new();
     let mut wrong = |applies: bool, field, change: &dyn Fn(&mut FmhaArgs)| {

@@ -123,8 +123,8 @@ fn carry_out(options: &Options) -> Result<bool, String> {
     report::print(&root, &chosen, &left_out, &fates)
 }
 
-/// The trials that end well, the quickest first, with their seconds and reach: as measured before, where
-/// their programs are as they were.
+/// Trials that pass, the quickest first, with their seconds and sites. Trials of an unchanged program keep their
+/// earlier measurement.
 fn known_trials(
     trials: Vec<Trial>,
     mutants: &[Mutant],

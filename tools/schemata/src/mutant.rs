@@ -1,4 +1,4 @@
-//! The list of mutants, which is cargo-mutants' own.
+//! List of mutants, made by cargo-mutants.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde::Deserialize;
 
-/// A line and a column, both from 1; the column counts characters.
+/// A line and a column, both counted from 1. The column counts characters.
 #[derive(Clone, Copy, Debug, Deserialize)]
 struct Place {
     line: usize,
@@ -24,7 +24,7 @@ struct Span {
 pub(crate) struct Mutant {
     /// Path from the repository's root.
     pub(crate) file: String,
-    /// cargo-mutants' description, `FILE:LINE:COLUMN: ...` and all.
+    /// Description of the mutant by cargo-mutants, with `FILE:LINE:COLUMN: ` in front.
     pub(crate) name: String,
     pub(crate) genre: String,
     pub(crate) replacement: String,
@@ -37,7 +37,7 @@ impl Mutant {
         offset(text, self.span.start)..offset(text, self.span.end)
     }
 
-    /// Name without line and column, by which a reason finds the mutant after the file has moved.
+    /// Name without line and column, so that a reason still matches after lines of the file have moved.
     pub(crate) fn words(&self) -> &str {
         self.name.splitn(4, ':').nth(3).unwrap_or(&self.name).trim()
     }
@@ -49,7 +49,7 @@ fn offset(text: &str, place: Place) -> usize {
     line + column
 }
 
-/// All mutants, by `.cargo/mutants.toml`. The number of each is its place, from 1.
+/// All mutants that `.cargo/mutants.toml` selects. They are numbered from 1 in this order.
 pub(crate) fn list(root: &Path) -> Result<Vec<Mutant>, String> {
     let words = ["mutants", "--workspace", "--list", "--json"];
     let output = Command::new("cargo").args(words).current_dir(root).output().map_err(|e| e.to_string())?;

@@ -1,4 +1,4 @@
-//! Fates of the mutants: kept, explained, counted.
+//! Fates of the mutants: stored, compared with the reasons, counted.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -10,7 +10,7 @@ use crate::run::Fates;
 
 const REASONS: &str = "tests/evidence/mutants-host.reasons";
 
-/// A line: `FILE | PART | PART... | why`; every part stands in the mutant's name.
+/// Reason, a line `FILE | PART | PART... | why`: the mutant's name contains every part.
 struct Reason {
     file: String,
     parts: Vec<String>,
@@ -37,7 +37,7 @@ fn reasons(root: &Path) -> Result<Vec<Reason>, String> {
     lines.map(parse).collect()
 }
 
-/// Hash of each mutant's file as it stands: a fate holds for that text alone.
+/// Hash of each mutant's file. A fate is valid only for that text.
 pub(crate) fn texts(root: &Path, mutants: &[Mutant]) -> BTreeMap<String, u64> {
     let mut texts = BTreeMap::new();
     for mutant in mutants {
@@ -50,7 +50,7 @@ pub(crate) fn texts(root: &Path, mutants: &[Mutant]) -> BTreeMap<String, u64> {
     texts
 }
 
-/// The fates of an earlier run, but those that are to be run again: they have no reason yet.
+/// Fates of an earlier run, without those that must be tried again because they have no reason yet.
 pub(crate) fn read(file: &Path, root: &Path, mutants: &[Mutant], again: &[String]) -> Result<Fates, String> {
     let (texts, reasons) = (texts(root, mutants), reasons(root)?);
     let named: BTreeMap<&str, &Mutant> =
@@ -69,7 +69,8 @@ pub(crate) fn read(file: &Path, root: &Path, mutants: &[Mutant], again: &[String
     Ok(fates)
 }
 
-/// Prints each mutant that was not caught, then counts by file and of all. Says whether all that survive have a reason.
+/// Prints each mutant that was not caught, then counts by file and in total. Returns whether every survivor has a
+/// reason.
 pub(crate) fn print(
     root: &Path,
     mutants: &[(u32, &Mutant)],

@@ -15,57 +15,58 @@ use syn::visit::{self, Visit};
 
 use crate::mutant::Mutant;
 
-/// A file's text with the guards in it.
+/// Text of a file with the guards of its mutants.
 pub(crate) struct Rewritten {
     pub(crate) text: String,
-    /// Place in `text` of each mutant's own branch.
+    /// Range in `text` of each mutant's own branch.
     pub(crate) branches: Vec<(Range<usize>, u32)>,
-    /// Place of each site, sound branch and all, and its mutants.
+    /// Range in `text` of each site, with its original branch, and the numbers of its mutants.
     pub(crate) sites: Vec<(Range<usize>, Vec<u32>)>,
 }
 
-/// Reasons why mutants have no guard, by their numbers.
+/// Reasons why mutants have no guard, by the mutants' numbers.
 pub(crate) type LeftOut = BTreeMap<u32, &'static str>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Form {
-    /// `if on(N) { return VALUE; }` in front of a function's first statement.
+    /// Guard `if on(N) { return VALUE; }` in front of a function's first statement.
     Return,
-    /// ` if !on(N)` behind a match arm's pattern.
+    /// Guard ` if !on(N)` behind a match arm's pattern.
     Arm,
-    /// A match arm's guard.
+    /// Mutated guard of a match arm.
     Guard,
-    /// An expression, a copy of it in each branch.
+    /// Expression that is copied into each branch.
     Expr,
-    /// An expression whose operands are evaluated in front of the branches.
+    /// Expression whose operands are evaluated before the branches.
     Once(Operands),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Operands {
-    /// Operands of a sum, a product, a shift.
+    /// Operands of a sum, a product or a shift.
     Values,
-    /// Operands of a comparison, which borrows them.
+    /// Operands of a comparison, which are borrowed.
     Borrowed,
     /// Right operand of an assignment.
     Assigned,
     /// Operand of `-` or `!`.
     Alone,
-    /// Operands of `&&` or `||`: the right one is evaluated where the left one says so.
+    /// Operands of `&&` or `||`: the left one decides whether the right one is evaluated.
     Lazy,
 }
 
-/// A place that is rewritten.
+/// Place in a file that is rewritten.
 struct Site {
     range: Range<usize>,
     form: Form,
-    /// Mutants: number, replaced range, replacement.
+    /// Mutants of the site: number, replaced range, replacement.
     mutants: Vec<(u32, Range<usize>, String)>,
-    /// Start of the second operand; behind the end for other forms.
+    /// Start of the second operand; the end of the site for forms without one.
     second: usize,
 }
 
-/// Rewrites `text` with `mutants`, all of one file, but those in `dropped`; a copy in each branch of those in `copied`.
+/// Rewrites `text` with `mutants`, all of one file, without those in `dropped`. The mutants in `copied` get a copy of
+/// the expression in each branch.
 pub(crate) fn rewrite(
     text: &str,
     mutants: &[(u32, &Mutant)],
@@ -132,7 +133,7 @@ impl Finder<'_> {
     fn body(&mut self, signature: &syn::Signature, block: &syn::Block) {
         let (Some(first), Some(last)) = (block.stmts.first(), block.stmts.last()) else { return };
         let body = first.span().byte_range().start..last.span().byte_range().end;
-        // Every `return` of such a function has one type, the sound body's and a mutant's another.
+        // In a function that returns `impl Trait` every `return` must have the body's type, and a mutant's has another.
         if self.text[signature.output.span().byte_range()].contains("impl ")
             && let Some(found) = self.by_start.remove(&(body.start, body.end))
         {
@@ -162,7 +163,7 @@ fn operands(op: &syn::BinOp) -> Operands {
     }
 }
 
-/// Whether `let` is an operand of this chain of `&&`: such a chain may stand nowhere else.
+/// Whether an operand of this chain of `&&` is a `let`: Rust allows such a chain only in conditions.
 fn has_let(expr: &syn::Expr) -> bool {
     match expr {
         syn::Expr::Let(_) => true,
@@ -192,7 +193,7 @@ impl<'ast> Visit<'ast> for Finder<'_> {
     fn visit_expr_binary(&mut self, expr: &'ast syn::ExprBinary) {
         let op = expr.op.span().byte_range();
         if matches!(expr.op, syn::BinOp::And(_)) && (has_let(&expr.left) || has_let(&expr.right)) {
-            // `||` beside `let` is no Rust.
+            // Rust does not allow `||` beside `let`.
             if let Some(found) = self.by_start.remove(&(op.start, op.end)) {
                 self.left_out.extend(found.iter().map(|(number, _)| (*number, "does not compile")));
             }
@@ -322,7 +323,7 @@ impl Writer<'_> {
         self.out.sites.push((start..self.out.text.len(), numbers));
     }
 
-    /// An expression whose operands are evaluated once.
+    /// Rewrites an expression whose operands are evaluated once.
     fn once(&mut self, site: &Site, operands: Operands, inner: &[Site]) {
         let Some((number, op, _)) = site.mutants.first().cloned() else { return };
         let (of_first, of_second) =

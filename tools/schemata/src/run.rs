@@ -1,4 +1,4 @@
-//! Runs each mutant on the trials that pass its site, the cheapest first, until something fails.
+//! Run of each mutant on the trials that reach its site, the cheapest first, until one fails.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -10,15 +10,15 @@ use crate::trial::{Ended, Place, Trial};
 
 /// Number of trials that run in a process each, before the rest run in groups.
 const ALONE: usize = 4;
-/// A trial that takes longer runs after the others: before them it would leave many short ones no time.
+/// Trials that take longer than this run after the others, since they would leave no time for many short ones.
 const FIRST_SECONDS: f64 = 1.0;
-/// Seconds that a group of trials takes, roughly.
+/// Approximate seconds of a group of trials.
 const GROUP_SECONDS: f64 = 5.0;
 
-/// Fates of mutants, by their names.
+/// Fates of mutants, by the mutants' names.
 pub(crate) struct Fates {
     pub(crate) of: BTreeMap<String, String>,
-    /// The hashes of the files' texts.
+    /// Hashes of the files' texts.
     texts: BTreeMap<String, u64>,
 }
 
@@ -32,8 +32,8 @@ impl Fates {
     }
 }
 
-/// Tries those of `mutants` (their numbers) that `fates` does not know, each with trials of `within` seconds
-/// together at most; each is appended to `file` as it ends.
+/// Tries those of `mutants` (given by number) whose fate is unknown, each with trials of at most `within` seconds
+/// together. Each fate is appended to `file` at once.
 pub(crate) fn run(
     mutants: &[(u32, &Mutant)],
     trials: &[Trial],
@@ -50,7 +50,7 @@ pub(crate) fn run(
     };
     let count = pending.len();
     let queue = Mutex::new(pending.into_iter().enumerate());
-    // Trials that last found mutants of each file: neighbours mostly fall to the same trial.
+    // Trials that last found a mutant in each file: neighbouring mutants are mostly found by the same trial.
     let finders: Mutex<BTreeMap<&str, Vec<usize>>> = Mutex::default();
     std::thread::scope(|scope| {
         for index in 0..jobs {
@@ -83,7 +83,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Fate of a mutant, and the trial that found it.
+/// Fate of a mutant, with the trial that found it.
 fn fate(
     number: u32,
     trials: &[Trial],

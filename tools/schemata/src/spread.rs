@@ -1,15 +1,16 @@
-//! Few cases of the CPU's battery that evaluate every site that all of its cases do, several times over: how
-//! `cases.txt` was made.
+//! Selection of a few cases of the CPU's battery that together evaluate, several times over, every site that the whole
+//! battery evaluates. `cases.txt` was made by it.
 
 use std::path::Path;
 use std::process::Command;
 
 use crate::trial::{self, Trial};
 
-/// Each site is to be evaluated by so many of the chosen cases, where as many do.
+/// Number of chosen cases that should evaluate each site, as far as so many exist.
 const TIMES: u8 = 3;
 
-/// Prints the lines of a list of cases: of those that `filter` finds, the one that brings most sites a second first.
+/// Prints lines for a list of cases chosen from those that match `filter`: first the case with the most sites for its
+/// seconds.
 pub(crate) fn print(
     filter: &str,
     release: &Path,

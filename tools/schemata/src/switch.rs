@@ -11,18 +11,18 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-/// No mutant, and nothing recorded.
+/// Value for no mutant and no recording.
 const NONE: u32 = 0;
-/// No mutant; sites are recorded.
+/// Value for no mutant, with sites recorded.
 const RECORD: u32 = u32::MAX;
 
-// Written once, before `main`. Atomic, since the optimiser would turn every loop into one for each answer of
-// a plain one.
+// Active mutant, written once before `main`. It is atomic, since for a plain variable the optimiser would copy every
+// loop for each outcome.
 static ACTIVE: AtomicU32 = AtomicU32::new(NONE);
 static mut SEEN: *mut u8 = std::ptr::null_mut();
 static mut LEN: usize = 0;
 
-/// Whether mutant `n` is on; in what the compiler evaluates, none is.
+/// Whether mutant `n` is active. During constant evaluation none is.
 #[inline(always)]
 #[must_use]
 pub const fn on(n: u32) -> bool {
@@ -42,7 +42,7 @@ fn is_active(n: u32) -> bool {
 #[cold]
 #[inline(never)]
 fn record(n: u32) -> bool {
-    // SAFETY: the mapping is LEN bytes long and stays; racing writers write the same.
+    // SAFETY: the mapping is LEN bytes long and never removed; racing threads write equal bytes.
     unsafe {
         if (n as usize) < LEN {
             SEEN.add(n as usize).write_volatile(1);

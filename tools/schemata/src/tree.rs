@@ -1,4 +1,4 @@
-//! The copy of the repository that has all mutants in it, and its build.
+//! Copy of the repository that contains all mutants, and its build.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::mutant::Mutant;
 use crate::rewrite::{LeftOut, Rewritten, rewrite};
 
-/// Packages that are built: the crates with mutants and their tests, and the command. The doubles that they
-/// open are not of the copy: `FMHA_EMULATOR_DIR` names their folder.
+/// Packages that are built: the crates with mutants and their tests, and the command. The emulators are not built from
+/// the copy: `FMHA_EMULATOR_DIR` is their folder.
 const PACKAGES: [&str; 6] = ["fmha-core", "fmha-cpu", "fmha-gpu", "fmha-cuda", "fmha-rocm", "fmha-cli"];
 
 /// Folders of the packages that have mutants.
@@ -23,14 +23,14 @@ const ALWAYS: [&str; 2] = ["#[inline(always)]", "#[inline]        "];
 const VECTORS: &str = "backend-cpu/src/simd/";
 const PROFILE: &str = "\n[profile.release.package.fmha-cpu]\nopt-level = 1\n";
 
-/// A copy of the repository in a scratch folder.
+/// Copy of the repository in a scratch folder.
 pub(crate) struct Tree {
     root: PathBuf,
-    /// The folder that the copy, its build and the results are in.
+    /// Folder of the copy, its build and the results.
     pub(crate) scratch: PathBuf,
 }
 
-/// A test program, and the folder that its tests run in.
+/// Test program, and the folder in which its tests run.
 pub(crate) struct Program {
     pub(crate) path: PathBuf,
     pub(crate) folder: PathBuf,
@@ -50,8 +50,8 @@ impl Tree {
         self.scratch.join("build/release")
     }
 
-    /// Copies, rewrites and builds; what does not compile is dropped until the rest does. Says why each of those that
-    /// are not in the build is not.
+    /// Copies, rewrites and builds. Mutants that do not compile are dropped until the rest compiles. Returns the reason
+    /// for each mutant that is not in the build.
     pub(crate) fn build(&self, mutants: &[Mutant]) -> Result<(Vec<Program>, LeftOut), String> {
         self.copy_files(mutants)?;
         let mut left_out = self.kept_left_out(mutants);
@@ -81,7 +81,7 @@ impl Tree {
         }
     }
 
-    /// The files of the repository that git knows of or would; rewritten ones apart, which [`Self::rewrite`] writes.
+    /// Copies the files that git tracks or would add. [`Self::rewrite`] writes the rewritten ones.
     fn copy_files(&self, mutants: &[Mutant]) -> Result<(), String> {
         let mut git = Command::new("git");
         git.args(["ls-files", "-z", "-co", "--exclude-standard"]).current_dir(&self.root);
@@ -137,12 +137,12 @@ impl Tree {
         Ok(all)
     }
 
-    /// Messages of Cargo about the copy, a JSON value a line.
+    /// Messages of Cargo about the copy, one JSON value a line.
     fn cargo(&self, action: &str, targets: &[&str]) -> Result<String, String> {
         let mut command = Command::new("cargo");
         command.args([action, "--release", "--keep-going", "--message-format=json"]).args(targets);
         command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
-        // The switch is read in functions that are `const` too, which takes an intrinsic; no other crate is let it.
+        // `const` functions read the switch too, which needs a compiler intrinsic. Only this crate may use it.
         command.env("RUSTC_BOOTSTRAP", "fmha_mutant").env("RUSTFLAGS", "-Awarnings");
         command.env("CARGO_PROFILE_RELEASE_DEBUG", "false").env("CARGO_PROFILE_RELEASE_STRIP", "symbols");
         command.env("CARGO_TARGET_DIR", self.scratch.join("build")).current_dir(self.copy());
@@ -154,7 +154,7 @@ impl Tree {
         self.scratch.join("left-out.tsv")
     }
 
-    /// Mutants that an earlier build of the same mutants dropped.
+    /// Mutants that an earlier build of the same list dropped.
     fn kept_left_out(&self, mutants: &[Mutant]) -> LeftOut {
         let text = std::fs::read_to_string(self.left_out_file()).unwrap_or_default();
         let kept: BTreeMap<&str, &str> =
@@ -176,7 +176,7 @@ impl Tree {
     }
 }
 
-/// Writes a file unless it is so already, so that Cargo builds what has changed.
+/// Writes a file only if its content differs, so that Cargo builds only what changed.
 fn write_changed(path: &Path, bytes: &[u8]) -> Result<(), String> {
     if std::fs::read(path).is_ok_and(|found| found == bytes) {
         return Ok(());
@@ -187,15 +187,15 @@ fn write_changed(path: &Path, bytes: &[u8]) -> Result<(), String> {
         .map_err(|e| format!("{path:?}: {e}"))
 }
 
-/// An error of the compiler: its text, and the files and bytes that it points at, the main one first.
+/// Error of the compiler: its text, and the files and byte ranges that it points at, the main one first.
 struct Fault {
     text: String,
     spans: Vec<(String, usize, usize)>,
 }
 
 impl Fault {
-    /// Drops the mutant whose branch it points into; where it points at a site's sound branch or the whole of
-    /// it, the site's are written as copies, or, if they are, dropped.
+    /// Drops the mutant whose branch the error points into. If it points elsewhere into a site, the site's mutants get
+    /// copies of the expression, or are dropped if they already have them.
     fn attribute(
         &self,
         rewritten: &BTreeMap<String, Rewritten>,
@@ -232,7 +232,7 @@ fn errors(output: &str) -> Result<Vec<Fault>, String> {
     for line in output.lines().filter(|line| line.contains("\"compiler-message\"")) {
         let value: Value = serde_json::from_str(line).map_err(|error| error.to_string())?;
         let message = &value["message"];
-        // The last message only counts the others.
+        // The last message only counts the others, so it is skipped.
         let spans = message["spans"].as_array().filter(|spans| !spans.is_empty());
         if let (Some("error"), Some(spans)) = (message["level"].as_str(), spans) {
             let text = message["rendered"].as_str().unwrap_or_default().to_owned();
@@ -252,7 +252,7 @@ fn errors(output: &str) -> Result<Vec<Fault>, String> {
     Ok(all)
 }
 
-/// The test programs among what Cargo has built.
+/// Test programs among the files that Cargo has built.
 fn programs(output: &str) -> Vec<Program> {
     let parse = |line: &str| -> Option<Program> {
         let value: Value = serde_json::from_str(line).ok()?;

@@ -1,5 +1,5 @@
-//! Trials of a mutant: the crates' tests and cases of the battery, each with its seconds and the sites it
-//! passes.
+//! Trials of a mutant: tests of the crates and cases of the battery, each with its seconds and the sites that it
+//! reaches.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::tree::Program;
 
-/// Virtual memory that a trial may take, in KiB: a mutant that allocates without end ends.
+/// Limit of a trial's virtual memory in KiB, which ends a mutant that allocates for ever.
 const MEMORY_KIB: u64 = 24 << 20;
-/// A trial that takes longer, with no mutant on, is left out.
+/// Trials that take longer than this without a mutant are left out.
 const LONGEST_SECONDS: u64 = 180;
 
 /// One test, or one filter of `fmha conformance`.
@@ -24,9 +24,9 @@ pub(crate) struct Trial {
     program: PathBuf,
     folder: PathBuf,
     environment: Vec<(String, String)>,
-    /// Words in front of the filter.
+    /// Words of the command line before the filter.
     words: Vec<String>,
-    /// A test's name, or a regular expression of cases.
+    /// Name of a test, or a regular expression of cases.
     pub(crate) filter: String,
     pub(crate) seconds: f64,
     /// Numbers of the mutants whose sites the trial evaluates.
@@ -40,10 +40,10 @@ pub(crate) enum Ended {
     Late,
 }
 
-/// A folder of its own for each thread: what runs there has its kernel cache and its temporary files in it.
+/// Folder of one thread: trials on the thread keep their kernel cache and temporary files in it.
 pub(crate) struct Place {
     folder: PathBuf,
-    /// Kernels that were compiled with no mutant on.
+    /// Cache of kernels that were compiled without a mutant.
     warm: PathBuf,
 }
 
@@ -56,7 +56,7 @@ impl Place {
         self.folder.join("cache")
     }
 
-    /// An empty folder for temporary files; compiled kernels as they were.
+    /// Empties the folder of temporary files, and restores the compiled kernels.
     fn refresh(&self) -> std::io::Result<()> {
         let temporary = self.folder.join("tmp");
         let _ = std::fs::remove_dir_all(&temporary);
@@ -66,7 +66,7 @@ impl Place {
     }
 }
 
-/// Removes files that `from` does not have.
+/// Removes files from `to` that `from` does not have.
 fn remove_new(from: &Path, to: &Path) -> std::io::Result<()> {
     for entry in std::fs::read_dir(to).into_iter().flatten().flatten() {
         let (path, from) = (entry.path(), from.join(entry.file_name()));
@@ -103,12 +103,12 @@ impl Trial {
         self.words.first().is_some_and(|word| word == "conformance")
     }
 
-    /// Whether one process can run this trial and `other`.
+    /// Whether this trial and `other` can run in one process.
     pub(crate) fn goes_with(&self, other: &Self) -> bool {
         self.program == other.program && self.environment == other.environment && self.words == other.words
     }
 
-    /// Runs `trials`, which go with each other, in one process, with `switch` in its environment.
+    /// Runs `trials`, which can share a process, with `switch` in the environment.
     pub(crate) fn run(
         trials: &[&Self],
         switch: (&str, String),
@@ -117,7 +117,7 @@ impl Trial {
     ) -> std::io::Result<Ended> {
         let Some(first) = trials.first() else { return Ok(Ended::Well) };
         place.refresh()?;
-        // `timeout` ends the whole process group.
+        // `timeout` ends the whole group of processes.
         let script = format!("ulimit -v {MEMORY_KIB}; exec timeout -s KILL {limit} \"$0\" \"$@\"");
         let mut command = Command::new("sh");
         command.args(["-c", &script]).arg(&first.program).args(&first.words);
@@ -132,7 +132,7 @@ impl Trial {
         command.envs(first.environment.iter().cloned()).env(switch.0, switch.1);
         command.current_dir(&first.folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let status = command.status()?;
-        // `timeout` is in the group that it kills, so its own death by signal 9 is a late end too.
+        // `timeout` belongs to the group that it kills, so its death by signal 9 also means a timeout.
         Ok(match (status.code(), status.signal()) {
             (Some(0), _) => Ended::Well,
             (Some(124 | 137), _) | (_, Some(9)) => Ended::Late,
@@ -140,7 +140,7 @@ impl Trial {
         })
     }
 
-    /// Runs it with no mutant on, for its seconds and its reach; says whether it ends well.
+    /// Runs the trial without a mutant to measure its seconds and sites. Returns whether it passes.
     fn measure(&mut self, num_mutants: usize, place: &Place) -> std::io::Result<Ended> {
         let seen = place.folder.with_extension("reach");
         std::fs::create_dir_all(&place.folder)?;
@@ -148,7 +148,7 @@ impl Trial {
         let switch = ("SCHEMATA_REACH", seen.display().to_string());
         let mut start = Instant::now();
         let mut ended = Self::run(&[&*self], switch.clone(), LONGEST_SECONDS, place)?;
-        // Compilation is not a mutant's time.
+        // Time for compilation is not counted for a mutant.
         if copy(&place.cache(), &place.warm)? && ended == Ended::Well {
             start = Instant::now();
             ended = Self::run(&[&*self], switch, LONGEST_SECONDS, place)?;
@@ -160,7 +160,7 @@ impl Trial {
     }
 }
 
-/// The tests of `programs`.
+/// Trials of all tests of `programs`.
 pub(crate) fn tests(programs: &[Program]) -> Vec<Trial> {
     let mut all = Vec::new();
     for program in programs {
@@ -184,7 +184,7 @@ pub(crate) fn tests(programs: &[Program]) -> Vec<Trial> {
     all
 }
 
-/// The cases of a list: a line is `NAME=VALUE... WORDS --filter REGEX`.
+/// Trials of a list of cases, whose lines are `NAME=VALUE... WORDS --filter REGEX`.
 pub(crate) fn cases(list: &str, release: &Path) -> Vec<Trial> {
     let lines = list.lines().filter(|line| !line.starts_with('#'));
     let parse = |line: &str| {
@@ -207,7 +207,7 @@ pub(crate) fn cases(list: &str, release: &Path) -> Vec<Trial> {
     lines.filter_map(parse).collect()
 }
 
-/// Stamp of a trial: its words, and when its program was built.
+/// Stamp of a trial: a hash of its words and of the time when its program was built.
 pub(crate) fn stamp(trial: &Trial) -> u64 {
     let mut hasher = DefaultHasher::new();
     let built = std::fs::metadata(&trial.program).and_then(|data| data.modified()).ok();
@@ -215,7 +215,7 @@ pub(crate) fn stamp(trial: &Trial) -> u64 {
     hasher.finish()
 }
 
-/// Measurements of trials, by their stamps; nothing of those that do not end well with no mutant on.
+/// Measurements of trials by their stamps; `None` for a trial that fails without a mutant.
 pub(crate) type Measured = BTreeMap<u64, Option<Trial>>;
 
 /// Measures the trials that `known` lacks.

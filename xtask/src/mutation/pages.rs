@@ -3,18 +3,18 @@
 
 use crate::kernels::HOPPER_ARCH;
 
-/// A page of evidence.
+/// Page of evidence for one kernel.
 pub(crate) struct Page {
     /// Name of the page, and of its reasons in `tests/evidence`.
     pub(crate) name: &'static str,
     /// Name of the kernel in plans.
     pub(crate) kernel: &'static str,
     pub(crate) arch: &'static str,
-    /// Arguments of `fmha run` for every problem.
+    /// Arguments of `fmha run` that all problems share.
     pub(crate) operation: &'static [&'static str],
     pub(crate) broken: &'static [Broken],
-    /// Additional problems for `cargo xtask coverage` that neither the battery nor the broken kernels run: fields
-    /// that no table chooses, hidden values.
+    /// Additional problems for `cargo xtask coverage`: tile fields that no table chooses, and hidden values, which
+    /// neither the battery nor the broken kernels run.
     pub(crate) also_covered: &'static [&'static str],
 }
 
@@ -22,15 +22,15 @@ pub(crate) struct Page {
 /// block, both in turn.
 pub(crate) struct Broken {
     pub(crate) title: &'static str,
-    /// The file with the kernel's entry: of a call's launches, those with code from it are broken.
+    /// File with the kernel's entry. Of a call's launches, those with code of this file are broken.
     pub(crate) entry: &'static str,
-    /// The fewest multiprocessors, so that a CTA walks several tiles.
+    /// Number of multiprocessors, as few as possible, so that a CTA computes several tiles.
     pub(crate) multiprocessors: u32,
     pub(crate) problems: &'static [&'static str],
 }
 
 impl Page {
-    /// The words of the command that runs one of its problems once.
+    /// Words of the command that runs one of the problems once.
     pub(crate) fn run(&self, problem: &str) -> Vec<String> {
         let run = ["run", "--backend", "cuda", "--kernel", self.kernel, "--emulate", self.arch];
         let once = ["--warmup", "0", "--repeat", "1"];
@@ -247,7 +247,7 @@ const HOPPER_BACKWARD: &[Broken] = &[
         problems: &[
             "-b 1 --heads 3 -s 250 -d 128 --prec bf16 --mask t",
             "-b 1 --heads 40 -s 20 -d 128 --prec bf16 --mask t",
-            // Key blocks that all queries see, before those that a diagonal cuts.
+            // Some key blocks are seen by all queries, and later ones are cut by the diagonal.
             "-b 1 --heads 3 -s 100 --seqlen-k 250 -d 128 --prec bf16 --mask b",
         ],
         ..MAIN
@@ -316,7 +316,7 @@ const HOPPER_BACKWARD: &[Broken] = &[
         title: "a gradient each, causal, D 192",
         problems: &[
             "-b 1 --heads 3 -s 300 --seqlen-k 120 -d 192 --prec bf16 --mask b",
-            // Key blocks that no query sees, one after another.
+            // Key blocks that no query sees follow one another.
             "-b 1 --heads 40 -s 20 --seqlen-k 128 -d 192 --prec bf16 --mask t",
         ],
         multiprocessors: 2,
@@ -457,7 +457,7 @@ const BLACKWELL: &[Broken] = &[
         title: "loads by copies, causal, D 64",
         problems: &[
             "-b 1 --heads 3 -s 300 --seqlen-k 437 -d 64 --prec bf16 --mask b --tile copy_bytes=8,stages=2",
-            // A warp's lanes arrive together: an arrival less tells after as many phases as it has lanes.
+            // A warp's lanes arrive together, so a missing arrival shows only after as many phases as a warp has lanes.
             "-b 1 --heads 72 -s 70 -d 64 --prec bf16 --mask b --tile copy_bytes=8,block_m=256,stages=2",
         ],
         ..BLACKWELL_FORWARD

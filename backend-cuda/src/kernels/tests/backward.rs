@@ -1,4 +1,4 @@
-//! Backward plans: launches, promises, words.
+//! Backward plans: their launches, promises and texts.
 
 use fmha_core::{Bias, BiasGrad, BwdProblem, DType, FwdProblem, PlanOptions, Refusal, Strides, VLayout};
 use fmha_gpu::{Choice, Grid};
@@ -50,7 +50,7 @@ fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
     };
     let of = |keys: u32, dim: u32| of_lengths([512, keys], [4, 2], dim, "b");
     let names = vec!["sm100_stats", "sm100", "sm100_finish_dq"];
-    // With one block of keys, dQ has one addend only.
+    // With one block of keys, each element of dQ is a sum of one term.
     for (problem, deterministic, stages) in [
         (of(512, 128), false, "2 Q, 1 dO"),
         (of(128, 64), true, "2 Q, 2 dO"),
@@ -160,14 +160,14 @@ fn gradients_of_rows_that_hoppers_kernel_cannot_load_are_refused_by_name() {
     assert!(of_sm90.contains("k.seq stride 514"), "{of_sm90}");
     let of_sm80 = choose::<Sm80Bwd, _>(&odd, &facts, &options).err().unwrap().to_string();
     assert!(of_sm80.contains("row_invariant true: rows have the bits of sm90"), "{of_sm80}");
-    // A head dimension whose rows `sm80` computes in every layout.
+    // `sm80` computes every layout of rows with this head dimension.
     let wide = BwdProblem::new(of_lengths([512, 512], [4, 4], 192, "b")).validate().unwrap();
     assert!(choose::<Sm80Bwd, _>(&wide, &facts, &options).unwrap().promises.row_invariant);
     let of_sm90 = choose::<Sm90Bwd, _>(&wide, &facts, &options).err().unwrap().to_string();
     assert!(of_sm90.contains("row_invariant true"), "{of_sm90}");
 }
 
-/// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.
+/// The grids of a backward: 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads are 64 blocks of 64.
 #[test]
 fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
     let fwd = of_lengths([1000, 1024], [4, 2], 128, "b").sink(true);
@@ -189,15 +189,15 @@ fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
     ];
     assert_eq!(launches, expected);
     let at_once: Vec<_> = choice.launches.iter().map(|launch| launch.tiles_at_once).collect();
-    // 2048 threads of a multiprocessor are 8 CTAs of 256.
+    // A multiprocessor holds 2048 threads, so 8 CTAs of 256.
     assert_eq!(at_once, [8 * 132, 132, 8 * 132, 8 * 132, 132]);
 }
 
 #[test]
 fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
-    // Blocks of keys: 8. With one or two parts of each head's query blocks the CTAs still do not fill the device
-    // once.
+    // There are 8 blocks of keys. With one or two parts of each head's query blocks the CTAs still do not fill the
+    // device once.
     let choice = backward(&few, &tile("")).unwrap();
     let shared = detail(&choice, "query heads").unwrap();
     assert_eq!(shared, "8 of a kv head shared by 8 tiles, and their queries by 2 each");

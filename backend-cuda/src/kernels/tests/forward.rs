@@ -1,4 +1,4 @@
-//! Forward plans: launches, promises, words.
+//! Forward plans: their launches, promises and texts.
 
 use fmha_core::{
     Accuracy, BwdProblem, DType, Dims, FwdProblem, Intervals, KvLayout, MaskAxes, PlanOptions, Refusal,
@@ -54,7 +54,7 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
     let bias = |tile: &str| on_hopper(&bias, tile).unwrap();
     says(bias, ["bias_stages=0", "bias_stages=1", "bias by TMA"]);
     says(bias, ["bias_stages=0", "bias_stages=1", "1 blocks"]);
-    // Rows of K 132 elements apart, which is 264 bytes, a multiple of 8 but not of 16.
+    // Rows of K are 132 elements apart, which is 264 bytes, a multiple of 8 but not of 16.
     let mut odd = plain.clone();
     odd.strides.k.seq = 4 * 128 + 4;
     let odd = |tile: &str| on_hopper(&odd, tile).unwrap();
@@ -91,7 +91,7 @@ fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
         assert_eq!(prepare.grid, Grid { groups: 2 * 8 * units / 8, threads: 256, dependent: true });
         assert_eq!((prepare.tiles, prepare.tiles_at_once), (u64::from(2 * units), 8 * 132));
         let blocks = 2 * 8 * block_bytes;
-        // 32 tiles for 132 CTAs: no CTA takes a second tile, so there is no counter.
+        // There are 32 tiles for 132 CTAs: no CTA takes a second tile, so there is no counter.
         assert_eq!(before.workspace, Workspace { bytes: blocks, zeroed_bytes: 0 });
 
         let beside = choose("prepare_v=beside");
@@ -103,7 +103,7 @@ fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
     }
 }
 
-/// A batch-invariant plan prepares an FP8 V like other plans: the prepared bits are equal.
+/// A batch-invariant plan prepares an FP8 V as other plans do, since the prepared bits are equal.
 #[test]
 fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
     for (dim, block_n) in [(64, 128), (128, 80), (256, 128)] {
@@ -160,7 +160,7 @@ fn the_words_of_a_blackwell_schedule_are_those_of_its_tile() {
     let short = of_lengths([1, 4096], [4, 4], 128, "0");
     let short = |words: &str| on_blackwell(&short, &tile(words)).unwrap();
     says(short, ["split_keys=0", "split_keys=512", "keys in parts of 512"]);
-    // Rows are 1028 bytes apart, whose largest power of two divisor is 4.
+    // Rows are 1028 bytes apart, whose largest divisor that is a power of two is 4.
     let mut odd = plain.clone();
     odd.strides.k.seq = 4 * 128 + 2;
     let odd = schedule(&on_blackwell(&odd, &tile("")).unwrap());
@@ -226,7 +226,7 @@ fn a_long_cache_is_split_and_merged_where_no_sink_columns_forbid_it() {
     let choice = on_blackwell(&of_lengths([1, 4096], [4, 4], 128, "0"), &tile("")).unwrap();
     let [fwd, merge] = &choice.launches[..] else { panic!("{} launches", choice.launches.len()) };
     assert_eq!((fwd.kernel, merge.kernel), ("sm100", "sm100_merge"));
-    // A multiprocessor holds 2048 threads, a CTA has 128, and there are 148.
+    // A multiprocessor holds 2048 threads, so 16 CTAs of 128, and the device has 148 multiprocessors.
     assert_eq!(merge.tiles_at_once, 16 * 148);
     assert!(merge.grid.dependent);
 
@@ -281,7 +281,7 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     assert_eq!(tile_on("sm_89", 256), "64 x 48, 1 stages");
 }
 
-/// The schedule of the `sm80` kernel in words, or why it refuses.
+/// Text of the schedule of kernel `sm80`, or of its refusal.
 fn schedule_of_mma_sync(problem: &FwdProblem, arch: &str, words: &str) -> Result<String, String> {
     let problem = problem.clone().validate().unwrap();
     let choice =
@@ -340,7 +340,7 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     assert!(refusal.contains("copy_bytes=16: k.seq stride 514"), "{refusal}");
 }
 
-/// Row-invariant plans with equal bits on every architecture use `sm80`, with its fixed parts.
+/// On every architecture `sm80` computes row-invariant plans, with parts of a fixed number of keys.
 #[test]
 fn rows_of_equal_bits_are_taken_on_every_architecture() {
     let options = PlanOptions::default().row_invariant(true);
@@ -417,7 +417,7 @@ fn parts_of_many_rows_are_folded_by_the_ctas_that_walk_them() {
     }
 }
 
-/// For calls that `sm90` does not support, `sm80` alone is row-invariant.
+/// `sm80` is the only row-invariant kernel for calls that `sm90` does not support.
 #[test]
 fn rows_that_only_one_kernel_takes_in_every_layout_are_refused_by_the_others_by_name() {
     let options = PlanOptions::default().row_invariant(true);
@@ -436,8 +436,8 @@ fn rows_that_only_one_kernel_takes_in_every_layout_are_refused_by_the_others_by_
     assert!(choose::<Sm80, _>(&capped, &stated("sm_90a"), &options).unwrap().promises.row_invariant);
 }
 
-/// One kernel has all batch-invariant calls over pages of a size, however many queries they have: `sm90` where TMA
-/// reads the pages, and FP8 caches like those of 16 bits.
+/// Batch-invariant calls over pages of one size are all computed by one kernel, whatever the number of queries: `sm90`
+/// if TMA can read the pages. FP8 caches are treated like 16-bit ones.
 #[test]
 fn hopper_has_batch_invariant_calls_over_pages_by_the_kernel_that_reads_them() {
     let (facts, options) = (stated("sm_90a"), PlanOptions::default().batch_invariant(true));
@@ -462,7 +462,7 @@ fn hopper_has_batch_invariant_calls_over_pages_by_the_kernel_that_reads_them() {
                     Err(refusal) if is_read => {
                         assert!(refusal.to_string().contains("sm90_widened once"), "{what}: {refusal}");
                     }
-                    // Core has asked for the call over a cache of 16 bits before one of FP8.
+                    // Core has planned the call on a 16-bit cache before the one on the FP8 cache.
                     Err(refusal) => assert!(
                         cache.is_some()
                             || refusal.to_string().contains("batch_invariant: dtype_qk bf16 over pages"),
@@ -474,7 +474,8 @@ fn hopper_has_batch_invariant_calls_over_pages_by_the_kernel_that_reads_them() {
     }
 }
 
-/// No pair of calls is tried with FP8 queries, nor under a mask as code: plans name the field and its value.
+/// Row invariance is refused for FP8 queries and under a mask as code, since no pair of such calls is tested: the
+/// refusal names the field and its value.
 #[test]
 fn rows_of_equal_bits_are_of_16_bits_and_under_a_band() {
     let options = PlanOptions::default().row_invariant(true);
@@ -501,7 +502,7 @@ fn rows_of_equal_bits_are_of_16_bits_and_under_a_band() {
     }
 }
 
-/// Two endpoints a row, which all sequences and heads share.
+/// The problem under intervals with two endpoints a row, which all sequences and heads share.
 fn under_intervals(mut problem: FwdProblem) -> FwdProblem {
     let rows = i64::from(problem.dims.seqlen_q);
     let strides = Strides { batch: 0, head: 0, dim: rows, seq: 1 };
@@ -509,8 +510,8 @@ fn under_intervals(mut problem: FwdProblem) -> FwdProblem {
     problem
 }
 
-/// Keys that arrive during the call are refused with masks as data: lists of tiles are made before the call, and
-/// roles that use them do not wait for pieces of keys.
+/// Masks as data are refused for keys that arrive during the call: lists of tiles are made before the call, and roles
+/// that use them do not wait for pieces of keys.
 #[test]
 fn keys_that_arrive_beside_masks_as_data_are_refused_with_their_number() {
     let masked = under_intervals(of_lengths([512, 512], [4, 4], 128, "0"));
@@ -532,8 +533,8 @@ fn lists_of_tiles_that_would_take_gigabytes_are_refused_with_their_bytes() {
     assert!(refusal.contains("bytes of workspace, more than 4294967296"), "{refusal}");
 }
 
-/// Rows under masks as data are not batch-invariant: a list has the blocks that are cut for any row of a tile
-/// first, so a row's order of keys depends on its tile.
+/// Rows under masks as data are not batch-invariant: a list begins with the blocks that are partly masked for any row
+/// of a tile, so a row's order of keys depends on its tile.
 #[test]
 fn rows_under_masks_as_data_are_not_batch_invariant() {
     for seqlen_q in [1, 300] {

@@ -15,7 +15,7 @@ use fmha_kernels_cuda::nvidia::DeviceFacts;
 use super::{Cuda, NVTX, nvtx};
 use crate::search::libraries;
 
-/// Choice of a kernel for this backend.
+/// The choice of a kernel for a problem, or its refusal.
 fn choose<K: Kernel<P, Cuda>, P: GpuProblem>(
     problem: &P,
     facts: &DeviceFacts,
@@ -51,7 +51,7 @@ fn detail<K>(choice: &Choice<K>, name: &str) -> Option<String> {
     choice.details.iter().find(|(known, _)| *known == name).map(|(_, words)| words.clone())
 }
 
-/// `of_lengths` in FP8, O in bf16.
+/// The problem of `of_lengths` in FP8, with O in bf16.
 fn in_fp8(seqlens: [u32; 2], heads: [u32; 2], dim: u32) -> FwdProblem {
     let dims = of_lengths(seqlens, heads, dim, "0").dims;
     FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16)

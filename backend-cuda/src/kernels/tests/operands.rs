@@ -15,7 +15,7 @@ use fmha_kernels_cuda::sm90::recipe::{Sm90, boxes as sm90_boxes};
 use fmha_kernels_cuda::sm90_bwd::recipe::{Sm90Bwd, map_facts};
 use fmha_kernels_cuda::sm100::recipe::Sm100;
 
-/// Operands 64 KiB apart, with one of them moved by `off` bytes.
+/// Addresses of operands that are 64 KiB apart, with one of them moved by `off` bytes.
 #[derive(Clone, Copy)]
 struct Places {
     moved: &'static str,
@@ -116,7 +116,7 @@ fn forward_kernels_take_what_their_loads_and_stores_reach() {
         odd.strides.k.batch = 0;
         let copied = [("q", 8, 0), ("k", 8, 0), ("v", 8, 0), ("q", 4, 8), ("k", 4, 8), ("o", 8, 16)];
         forward_takes("copies", arch, odd, "copy_bytes=8", Box::leak(Box::new(copied)));
-        // Stored element by element.
+        // O whose rows are scattered is stored element by element.
         let mut scattered = plain;
         scattered.strides.o.seq += 1;
         forward_takes("no vectors", arch, scattered, "vector_store=0", &[("o", 2, 0), ("q", 2, 16)]);
@@ -124,7 +124,7 @@ fn forward_kernels_take_what_their_loads_and_stores_reach() {
     let bias = || biased(of_lengths(LONG, [4, 4], 128, "0"), 512);
     forward_takes("bias by TMA", "sm_90a", bias(), "bias_stages=1", &[("bias", 16, 0), ("bias", 8, 16)]);
     forward_takes("bias from memory", "sm_90a", bias(), "bias_stages=0", &[("bias", 2, 0)]);
-    // A part's O lies in the workspace; the rows of the whole are merged an element at a time.
+    // Parts store their O in the workspace; the merge writes the rows of the whole O element by element.
     let split = of_lengths([1, 4096], [4, 4], 128, "0");
     forward_takes("parts", "sm_100a", split, "split_keys=512", &[("o", 2, 0), ("k", 2, 16)]);
 }
@@ -181,7 +181,7 @@ fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
     MapFacts::of(&call(&problem, &args), &boxes)
 }
 
-/// Stride of an axis of one element: the driver takes any positive multiple of 16.
+/// Stride of an axis with one element: the driver accepts any positive multiple of 16.
 const ANY: u64 = 1 << 20;
 
 #[test]
@@ -189,7 +189,7 @@ fn forward_maps_say_where_elements_lie() {
     let mut two = of_lengths([200, 300], [4, 2], 64, "0");
     two.dims.batch = 2;
     let two = FwdProblem::batch(DType::Bf16, two.dims);
-    // Rows of four heads of 64 elements of 2 bytes are 512 bytes; of two, 256.
+    // Rows of four heads of 64 two-byte elements are 512 bytes long; those of two heads are 256.
     let facts = facts_of(two.clone(), Totals::NONE);
     assert_eq!((facts.q.dims, facts.q.strides_bytes), ([64, 2, 200, 2, 2], [128, 512, 256, 200 * 512]));
     assert_eq!((facts.k.dims, facts.k.strides_bytes), ([64, 300, 2, 2], [256, 128, 300 * 256]));
@@ -207,7 +207,7 @@ fn forward_maps_say_where_elements_lie() {
     let v = facts_of(columns, Totals::NONE).v;
     assert_eq!((v.dims, v.strides_bytes), ([304, 64, 2, 2], [608, 64 * 608, 2 * 64 * 608]));
 
-    // One row, head and sequence.
+    // The call has one row, one head and one sequence.
     let one = facts_of(of_lengths([1, 1], [1, 1], 64, "0"), Totals::NONE);
     assert_eq!((one.q.dims, one.q.strides_bytes), ([64, 1, 1, 1, 1], [ANY; 4]));
     assert_eq!((one.k.dims, one.k.strides_bytes), ([64, 1, 1, 1], [ANY; 3]));

@@ -52,9 +52,9 @@ fn a_backward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
         ),
         (kept("80"), user_sets, ("64 queries x 128 keys", TileFrom::Table)),
         (kept("80"), PlanOptions::default().deterministic(true), ("64 queries x 128 keys", TileFrom::Table)),
-        // The stored tile needs too many accumulators for this kernel; an earlier version took it.
+        // The stored tile needs too many accumulators for this kernel; an earlier version accepted it.
         (kept("128"), PlanOptions::default(), ("64 queries x 128 keys", TileFrom::Table)),
-        // Under the label of the forward.
+        // The tile is stored under the label of the forward.
         (
             facts(sm90::NAME, &class, ("block_m", "80")),
             PlanOptions::default(),

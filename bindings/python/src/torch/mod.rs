@@ -1,4 +1,4 @@
-//! Operators of PyTorch, registered from Rust. Autograd, fakes and defaults are Python's (`fmha/_torch.py`).
+//! Operators of PyTorch, registered from Rust. Python (`fmha/_torch.py`) adds autograd, fake kernels and defaults.
 
 mod operators;
 mod shims;
@@ -23,10 +23,10 @@ static SHIMS: OnceLock<Shims> = OnceLock::new();
 /// Tensors that an operator returns, in the order of its torch schema.
 type Results = SmallVec<[Owned; 5]>;
 
-/// Defines the operators `fmha::*` in the torch that the process has imported; once.
+/// Defines the operators `fmha::*` once, in the torch that the process has imported.
 ///
 /// # Errors
-/// Where there is no torch, or none that has the stable interface.
+/// A process without torch, or a torch without the stable interface.
 pub fn register() -> Result<(), Wrong> {
     if SHIMS.get().is_some() {
         return Ok(());
@@ -53,7 +53,8 @@ unsafe extern "C-unwind" fn kernel<const AT: usize>(stack: *mut Value, num_args:
     }
 }
 
-/// Runs an operator and puts its results on the stack; or keeps for this thread what went wrong, and gives `false`.
+/// Runs an operator and puts its results on the stack. On an error it keeps the text for this thread and returns
+/// `false`.
 ///
 /// # Safety
 /// As [`kernel`].
@@ -89,7 +90,7 @@ unsafe fn execute(
     // SAFETY: as many arguments as the schema has, which torch holds to be true.
     let mut words = unsafe { std::slice::from_raw_parts(stack, num_args as usize) }.iter().copied();
     let mut next = || words.next().unwrap_or_default();
-    // Each handle is this call's from here on, whatever becomes of the others, and goes back when the call is over.
+    // Each handle belongs to this call from here on and is released at the call's end, even after an error.
     let tensors: SmallVec<[(Slot, Option<Owned>); 24]> = operator
         .tensors
         .iter()
@@ -119,7 +120,7 @@ unsafe fn execute(
         let words = [(); 5].map(|()| next());
         (request.numbers.block_q, request.numbers.block_k) = (next().cast_signed(), next().cast_signed());
         let wanted = if operator.code == Coding::Backward { next().cast_signed() } else { 0 };
-        // SAFETY: the schema has three texts, a list of tensors and one of numbers at these places.
+        // SAFETY: in the schema these arguments are three texts, a list of tensors and a list of numbers.
         code = Some(unsafe { Taken::new(shims, words, wanted)? });
     }
     // SAFETY: torch's schema has an optional tensor at this place of the stack.
@@ -153,13 +154,13 @@ struct Taken {
     _names: Vec<CString>,
     tensors: Vec<Owned>,
     captured: Vec<Captured>,
-    /// Bits of the captured tensors whose gradients are wanted: bit i for tensor i.
+    /// Captured tensors whose gradients are wanted: bit i for tensor i.
     wanted: i64,
 }
 
 impl Taken {
     /// # Safety
-    /// `words` are three texts, a list of tensors and one of numbers, all this call's.
+    /// `words` are three texts, a list of tensors and a list of numbers, owned by this call.
     unsafe fn new(shims: &'static Shims, words: [Value; 5], wanted: i64) -> Result<Self, Wrong> {
         // SAFETY: the caller keeps the contract of `new`. All go back, whatever is wrong with one.
         let (score, mask, names, tensors, numbers) = unsafe {
@@ -189,7 +190,7 @@ impl Taken {
         Ok(Self { texts: [score?, mask?], _names: names, tensors, captured, wanted })
     }
 
-    /// Makes the gradients of captured tensors that are wanted, and stores each beside its tensor.
+    /// Makes the wanted gradients of captured tensors, and stores each beside its tensor.
     fn gradients(&mut self, shims: &'static Shims, request: &Request) -> Result<Vec<Owned>, Wrong> {
         let mut gradients = vec![];
         let leaves_out = leaves_rows_out(request, Slot::Dbias);
@@ -209,7 +210,7 @@ impl Taken {
         Ok(gradients)
     }
 
-    /// The functions of a request; the pointers are valid as long as `self`.
+    /// The request's functions; the pointers are valid as long as `self`.
     fn code(&self) -> Code {
         let [score, mask] = &self.texts;
         let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };
@@ -222,7 +223,7 @@ impl Taken {
     }
 }
 
-/// The seed that a tensor of the host has.
+/// The seed in a host tensor of one element.
 fn drawn(seed: &Tensor) -> Result<i64, Wrong> {
     let (shape, device) = (seed.shape(), seed.device);
     ensure!(shape.iter().product::<i64>() == 1, "{DRAWN_SEED} has shape {shape:?}, not one element");
@@ -233,10 +234,10 @@ fn drawn(seed: &Tensor) -> Result<i64, Wrong> {
     Ok(unsafe { seed.data.cast::<i64>().read_unaligned() })
 }
 
-/// Refuses what an operator's kernel refuses on every device, of arguments that may have no memory.
+/// Reports the errors that an operator's kernel reports on every device, for arguments that may have no memory.
 ///
 /// # Errors
-/// What is wrong with the arguments, as the kernel says it.
+/// What is wrong with the arguments, in the kernel's words.
 pub fn check(operator: &str, mut request: Request) -> Result<(), Wrong> {
     let found = OPERATORS.iter().find(|known| known.name == operator);
     let operator = found.ok_or_else(|| format!("{operator} is none of {} operators", OPERATORS.len()))?;
@@ -249,8 +250,8 @@ pub fn check(operator: &str, mut request: Request) -> Result<(), Wrong> {
     plans::check(&request)
 }
 
-/// Runs a request with scratch from torch's allocator, so that a graph has it in its own pool and no two streams share
-/// it. The allocator gives it to nobody else before the work that is queued on this stream.
+/// Runs a request with scratch from torch's allocator: a graph then has the scratch in its own pool, and no two streams
+/// share it. The allocator reuses the memory only after the work that is queued on this stream.
 fn run(shims: &'static Shims, request: &mut Request) -> Result<(), Wrong> {
     let device = plans::device(request)?;
     request.stream = shims.stream(device)?;
@@ -263,15 +264,15 @@ fn run(shims: &'static Shims, request: &mut Request) -> Result<(), Wrong> {
     })
 }
 
-/// The results of an operator: made by torch, or described alone where its arguments are checked.
+/// Results of an operator: tensors that torch allocates, or only their descriptions where arguments are checked.
 struct Making<'a> {
     request: &'a mut Request,
     torch: Option<&'static Shims>,
     results: Results,
 }
 
-/// Whether lengths may leave out rows of a result. A kernel does not write these, and they are to be 0: what
-/// a caller did not fill never becomes a gradient.
+/// Whether lengths may leave out rows of a result. Kernels do not write such rows, so they are set to 0: undefined
+/// memory must not become a gradient.
 fn leaves_rows_out(request: &Request, result: Slot) -> bool {
     let of_q = [Slot::CuSeqlensQ, Slot::SequsedQ];
     let of_k = [Slot::CuSeqlensK, Slot::SequsedK];
@@ -285,7 +286,7 @@ fn leaves_rows_out(request: &Request, result: Slot) -> bool {
 }
 
 impl Making<'_> {
-    /// The next result, noted in the request.
+    /// Makes the next result and notes it in the request.
     fn make(&mut self, slot: Slot, sizes: &[i64], dtype: i32, device: Device) -> Result<(), Wrong> {
         let tensor = match self.torch {
             Some(shims) => {
@@ -304,7 +305,7 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// A new gradient, in the shape and type of the tensor `of`.
+    /// Makes a gradient in the shape and type of the tensor `of`.
     fn gradient(&mut self, slot: Slot, of: Slot) -> Result<(), Wrong> {
         let of = *self.request.required(of)?;
         attention_type(name(slot), &of)?;

@@ -1,5 +1,5 @@
-//! The operators: what each takes, in order, and what it gives. Schemas are made from this table and
-//! arguments read by it.
+//! Table of the operators: the arguments of each, in order, and its results. Schemas are made from the table, and
+//! arguments are read by it.
 
 use std::fmt::Write as _;
 
@@ -15,60 +15,60 @@ use crate::request::{
 use crate::shapes::attention_type;
 use crate::tensor::{Tensor, is_fp8};
 
-/// How an operator takes a tensor.
+/// Form in which an operator takes a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Take {
-    /// `Tensor`.
+    /// A required tensor: `Tensor` in the schema.
     Given,
-    /// `Tensor?`.
+    /// An optional tensor: `Tensor?` in the schema.
     Optional,
-    /// `Tensor(a!)`.
+    /// A required tensor that is written: `Tensor(a!)` in the schema.
     Written,
-    /// `Tensor(a!)?`.
+    /// An optional tensor that is written: `Tensor(a!)?` in the schema.
     OptionalWritten,
 }
 
 /// The form in which an operator takes its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spelt {
-    /// The first of [`NUMBERS`], as many as stated, each as an argument of its own.
+    /// The stated count of [`NUMBERS`], from the first on, each as an argument.
     Each(usize),
-    /// One argument: the index under which the numbers were kept. Each argument costs torch and Python 0.1 us; 13
-    /// of them are a third of what a call of Q, K and V costs on the host.
+    /// One argument: the index under which the numbers were kept. An argument costs torch and Python 0.1 us, so 13 of
+    /// them are a third of the host's time for a call of Q, K and V.
     Kept,
 }
 
 /// Whether an operator takes a score and a mask as code, and block sizes of masks as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Coding {
-    /// The operator has no functions.
+    /// The operator takes no functions.
     None,
-    /// The operator has functions of score and mask.
+    /// The operator takes score and mask functions.
     Forward,
-    /// The operator has functions and also returns gradients of captured tensors: those whose bits are set in
-    /// a number, from the lowest bit.
+    /// The operator takes functions and returns gradients of captured tensors: a number's bits choose them, from the
+    /// lowest bit.
     Backward,
 }
 
-/// The arguments of code, in a schema: names are those of the tensors and then of the numbers, by commas. Sizes of
-/// blocks are those of lists.
+/// Arguments for code in a schema. `names` lists captured tensors and then numbers, separated by commas; block sizes
+/// belong to lists of blocks.
 const CODE: &str = "str score_code, str mask_code, str captured_names, Tensor[] captured, \
     float[] captured_numbers, SymInt block_q, SymInt block_k";
 
-/// The name of a seed that is a tensor.
+/// Name of the argument that gives the seed as a tensor.
 pub(super) const DRAWN_SEED: &str = "drawn_seed";
 
-/// One operator.
+/// Signature of an operator.
 pub(super) struct Operator {
     pub(super) name: &'static str,
-    /// The operator's tensors, which come first.
+    /// Tensors of the operator, its first arguments.
     pub(super) tensors: &'static [(Slot, Take)],
     /// Form in which the operator takes its numbers.
     pub(super) numbers: Spelt,
-    /// Whether a seed may come last as a tensor of the host, [`DRAWN_SEED`], in place of the number: a
-    /// compiler that draws it has a tensor alone.
+    /// Whether the operator may take the seed last, as a host tensor [`DRAWN_SEED`]: a compiler that draws a seed has
+    /// it only as a tensor.
     pub(super) is_seeded: bool,
-    /// Whether, behind its numbers, it takes a score and a mask as code and what they capture.
+    /// Whether the operator takes, after its numbers, a score and a mask as code and their captures.
     pub(super) code: Coding,
     /// Number of tensors that the operator returns, besides a list of gradients of captured tensors.
     num_results: usize,
@@ -78,7 +78,7 @@ pub(super) struct Operator {
 }
 
 impl Operator {
-    /// `forward(Tensor q, ..., int options) -> (Tensor, Tensor)`.
+    /// Schema of the operator, such as `forward(Tensor q, ..., int options) -> (Tensor, Tensor)`.
     pub(super) fn schema(&self) -> String {
         let mut text = format!("{}(", self.name);
         let mut written = 'a'..='z';
@@ -121,7 +121,7 @@ impl Operator {
 
 use Take::{Given, Optional, OptionalWritten, Written};
 
-/// A list of tensors: some, those that modify scores and say lengths, and some more.
+/// List of an operator's tensors: some of its own, those that modify scores and give lengths, and more of its own.
 macro_rules! tensors {
     ([$($before:expr),*], [$($after:expr),*]) => {
         &[
@@ -138,7 +138,7 @@ macro_rules! tensors {
     };
 }
 
-/// K and V in pages, and scales of FP8.
+/// Tensors of a paged K and V, and scales of FP8.
 macro_rules! cached {
     ([$($before:expr),*], [$($after:expr),*]) => {
         tensors!([$($before),*], [
@@ -151,7 +151,7 @@ macro_rules! cached {
     };
 }
 
-/// Operands of a gradient, and what modifies scores.
+/// Tensors that backward reads, and those that modify scores.
 macro_rules! gradients_of {
     ([$($after:expr),*]) => {
         tensors!([
@@ -237,7 +237,7 @@ pub(super) static OPERATORS: [Operator; 14] = [
         kernel: kernel::<4>,
         ..WHOLE
     },
-    // `forward` and `backward` of Q, K and V alone, which most calls are.
+    // `forward` and `backward` of Q, K and V only, the most common call.
     Operator {
         name: "plain",
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
@@ -264,7 +264,7 @@ pub(super) static OPERATORS: [Operator; 14] = [
         kernel: kernel::<6>,
         ..WHOLE
     },
-    // Like `plain`, without the LSE as a result: one allocation less, and no LSE is written.
+    // Operator like `plain` without LSE as a result: it saves an allocation, and no LSE is written.
     Operator {
         name: "plain_o",
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
@@ -337,7 +337,8 @@ pub(super) static OPERATORS: [Operator; 14] = [
         kernel: kernel::<11>,
         ..WHOLE
     },
-    // `forward_out` with small outputs, apart: engines call that once a layer, and an argument costs the host 0.1 us.
+    // `forward_out` with small outputs is an operator of its own: engines call `forward_out` in each layer, and each
+    // argument costs the host 0.1 us.
     Operator {
         name: "forward_out_small",
         tensors: cached!(
@@ -357,7 +358,7 @@ pub(super) static OPERATORS: [Operator; 14] = [
         kernel: kernel::<12>,
         ..WHOLE
     },
-    // `kvcache` with scales by rows, apart for the same reason.
+    // `kvcache` with scales by rows is an operator of its own, since each argument costs the host 0.1 us.
     Operator {
         name: "kvcache_scaled",
         tensors: cached!(
@@ -382,7 +383,7 @@ pub(super) static OPERATORS: [Operator; 14] = [
     },
 ];
 
-/// The type of the O that is made: the type asked for, else that of `from`; bf16 if `from` is FP8.
+/// Type of the O to be made: the requested type, otherwise that of `from`, or bf16 if `from` is FP8.
 fn dtype_o(request: &Request, from: &Tensor) -> i32 {
     match request.numbers.dtype_o {
         asked @ 0.. => i32::try_from(asked).unwrap_or(crate::tensor::OTHER),
@@ -391,7 +392,7 @@ fn dtype_o(request: &Request, from: &Tensor) -> i32 {
     }
 }
 
-/// O of Q's shape with V's last axis, and LSE.
+/// Makes O, of Q's shape with V's last axis, and LSE.
 fn o_and_lse(making: &mut Making<'_>) -> Result<(), Wrong> {
     outputs(making, true)
 }
@@ -424,15 +425,15 @@ fn outputs(making: &mut Making<'_>, wants_lse: bool) -> Result<(), Wrong> {
     if wants_lse { making.make(Slot::Lse, lse, FMHA_F32, q.device) } else { Ok(()) }
 }
 
-/// dQ, dK, dV.
+/// Makes dQ, dK and dV.
 fn plain_gradients(making: &mut Making<'_>) -> Result<(), Wrong> {
     making.gradient(Slot::Dq, Slot::Q)?;
     making.gradient(Slot::Dk, Slot::K)?;
     making.gradient(Slot::Dv, Slot::V)
 }
 
-/// dQ, dK, dV, dBias and dSink. A gradient that is not wanted is an empty tensor: an operator always returns all of
-/// its results.
+/// Makes dQ, dK, dV, dBias and dSink. A gradient that is not wanted is an empty tensor: an operator always returns all
+/// of its results.
 fn gradients(making: &mut Making<'_>) -> Result<(), Wrong> {
     plain_gradients(making)?;
     let device = making.request.required(Slot::Q)?.device;
@@ -446,7 +447,7 @@ fn gradients(making: &mut Making<'_>) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// O and LSE of all parts together.
+/// Makes O and LSE of all parts together.
 fn combined(making: &mut Making<'_>) -> Result<(), Wrong> {
     added(making)?;
     let parts = *making.request.required(Slot::OParts)?;
@@ -454,7 +455,7 @@ fn combined(making: &mut Making<'_>) -> Result<(), Wrong> {
     making.make(Slot::Lse, &[batch, heads, seqlen], FMHA_F32, parts.device)
 }
 
-/// O of all parts together.
+/// Makes O of all parts together.
 fn added(making: &mut Making<'_>) -> Result<(), Wrong> {
     let parts = *making.request.required(Slot::OParts)?;
     attention_type("o_parts", &parts)?;

@@ -14,20 +14,20 @@ use super::operators::Operator;
 use crate::call::Wrong;
 use crate::tensor::{BOOL, Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U32, element_bytes};
 
-/// `StableIValue`: a tensor's handle, an integer, the bits of an f64, or for an optional 0 or the address of one.
+/// Torch's `StableIValue`: a tensor's handle, an integer, or the bits of an f64. For an optional it is 0 or the address
+/// of such a value.
 pub(super) type Value = u64;
 
-/// A kernel of an operator: it reads its arguments from the stack and writes its results there from the start.
+/// Kernel of an operator: it reads its arguments from the stack and writes its results to the start of the stack.
 pub(super) type Kernel = unsafe extern "C-unwind" fn(*mut Value, u64, u64);
 
 type Handle = *mut c_void;
 type Code = i32;
 
-/// The PyTorch version that is stated where the interface asks for one: the first that has every function used
-/// here.
+/// PyTorch version that is passed where the interface wants one: the first with every function used here.
 const VERSION_2_10: u64 = 2 << 56 | 10 << 48;
 
-/// Declares the functions that are looked up by name.
+/// Declares the C functions that are looked up by name.
 macro_rules! shims {
     ($($name:ident: $type:ty;)*) => {
         /// Pointers to PyTorch's C functions; each has the name that PyTorch's headers give it.
@@ -44,7 +44,7 @@ macro_rules! shims {
 
         impl Shims {
             fn find(library: &Library) -> Result<($($type,)*), Wrong> {
-                // SAFETY: the types are those of the headers.
+                // SAFETY: the types are those of PyTorch's headers.
                 unsafe { Ok(($(symbol::<$type>(library, stringify!($name))?,)*)) }
             }
 
@@ -56,7 +56,7 @@ macro_rules! shims {
     };
 }
 
-/// Function that frees an optional's cell: from torch 2.13 on the C interface's, before that C++'s operator.
+/// Function that frees an optional's cell: the C interface's from torch 2.13 on, and C++'s `operator delete` before.
 #[derive(Clone, Copy)]
 enum Delete {
     Interface(unsafe extern "C" fn(*mut Value) -> Code),
@@ -101,21 +101,21 @@ shims! {
 }
 
 /// # Safety
-/// `T` is the function's type.
+/// `T` is the type of the function called `name`.
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, Wrong> {
-    // SAFETY: promised by the caller: `T` is the function's type.
+    // SAFETY: the caller promises that `T` is the function's type.
     unsafe { library.get::<T>(name.as_bytes()) }
         .map(|symbol| *symbol)
         .map_err(|error| format!("torch lacks {name}, which torch 2.10 has: {error}"))
 }
 
-/// A library that the process has loaded.
+/// Opens a library that the process has loaded.
 #[cfg(unix)]
 fn loaded(name: &str) -> Result<Library, Wrong> {
     use libloading::os::unix::{RTLD_LOCAL, RTLD_NOW};
     /// `dlopen` finds only a library that is loaded already.
     const RTLD_NOLOAD: i32 = if cfg!(target_vendor = "apple") { 0x10 } else { 4 };
-    // SAFETY: it is not loaded anew, so no initialiser runs.
+    // SAFETY: the library is loaded already, so no initialiser runs.
     unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) }
         .map_err(|error| error.to_string())
 }
@@ -126,7 +126,7 @@ fn loaded(name: &str) -> Result<Library, Wrong> {
     Library::open_already_loaded(name).map_err(|error| error.to_string())
 }
 
-/// The file of a library of torch's: `libtorch_cpu.so`, `libtorch_cpu.dylib`, `torch_cpu.dll`.
+/// File name of one of torch's libraries: `libtorch_cpu.so`, `libtorch_cpu.dylib` or `torch_cpu.dll`.
 fn file_of(library: &str) -> String {
     format!("{DLL_PREFIX}{library}{DLL_SUFFIX}")
 }
@@ -135,7 +135,7 @@ impl Shims {
     /// Finds the functions in the loaded libraries.
     ///
     /// # Errors
-    /// Where torch was not imported, or is too old.
+    /// A torch that was not imported, or is too old.
     pub(super) fn new() -> Result<Self, Wrong> {
         let library =
             loaded(&file_of("torch_cpu")).map_err(|error| format!("torch is not imported: {error}"))?;
@@ -162,7 +162,7 @@ impl Shims {
         for (to, (name, ours)) in codes.iter_mut().zip(dtypes) {
             *to = (constant(name)?, ours);
         }
-        // SAFETY: the types are those of the headers.
+        // SAFETY: the types are those of PyTorch's headers.
         let delete_value = unsafe {
             match symbol(&library, "torch_delete_stable_ivalue") {
                 Ok(delete) => Delete::Interface(delete),
@@ -172,7 +172,7 @@ impl Shims {
         let gpu = ["torch_cuda", "torch_hip"]
             .into_iter()
             .find_map(|name| Some((name, loaded(&file_of(name)).ok()?)));
-        // SAFETY: the types are those of the headers.
+        // SAFETY: the types are those of PyTorch's headers.
         let current_stream = gpu
             .as_ref()
             .and_then(|(_, library)| unsafe { symbol(library, "aoti_torch_get_current_cuda_stream").ok() });
@@ -189,10 +189,10 @@ impl Shims {
         Ok(Self::assemble(functions, rest))
     }
 
-    /// Defines operators, and one kernel each for the CPU and for GPUs.
+    /// Defines operators, each with a kernel for the CPU and one for GPUs.
     ///
     /// # Errors
-    /// The operator that torch did not take.
+    /// The operator that torch refused.
     pub(super) fn register(&self, operators: &[Operator]) -> Result<(), Wrong> {
         let ok = |code: Code, what: &str| match code {
             0 => Ok(()),
@@ -201,8 +201,8 @@ impl Shims {
         let c_text = |text: &str| CString::new(text).map_err(|error| error.to_string());
         let (namespace, file) = (c"fmha", c"fmha");
         let mut library = ptr::null_mut();
-        // SAFETY: strings of this program, which are copied; a library's handle lives as long as its
-        // operators, so it is never deleted.
+        // SAFETY: torch copies the strings. The library's handle must live as long as its operators, so it is never
+        // freed.
         unsafe {
             let code = (self.aoti_torch_library_init_fragment)(
                 namespace.as_ptr(),
@@ -235,18 +235,18 @@ impl Shims {
         Ok(())
     }
 
-    /// Raises `RuntimeError` in Python with a C string. A C++ exception leaves from here: no frame on its way may have
-    /// anything to drop.
+    /// Raises `RuntimeError` in Python with a C string. A C++ exception leaves this function, so no frame that it
+    /// passes may have anything to drop.
     #[inline]
     pub(super) fn raise(&self, text: *const c_char) {
         // SAFETY: strings that outlive the call: torch copies them into its exception.
         unsafe { (self.aoti_torch_check)(false, c"fmha".as_ptr(), c"fmha".as_ptr(), 0, text) }
     }
 
-    /// The stream that work on a device is to be put on.
+    /// Stream of a device on which work must be queued.
     ///
     /// # Errors
-    /// What torch said.
+    /// An error of torch.
     pub(super) fn stream(&self, device: Device) -> Result<i64, Wrong> {
         if device.kind == 0 {
             return Ok(0);
@@ -262,7 +262,7 @@ impl Shims {
         }
     }
 
-    /// The code by which torch denotes one of our element types.
+    /// Torch's code for one of this library's element types.
     fn their_dtype(&self, ours: i32) -> i32 {
         self.dtypes.iter().find(|&&(_, own)| own == ours).map_or(-1, |&(theirs, _)| theirs)
     }
@@ -270,7 +270,7 @@ impl Shims {
     /// The tensor of an argument `Tensor`.
     ///
     /// # Safety
-    /// `word` is one, and this call's.
+    /// `word` is such an argument, owned by this call.
     pub(super) unsafe fn own(&'static self, word: Value) -> Owned {
         Owned { shims: self, handle: ptr::with_exposed_provenance_mut(word as usize) }
     }
@@ -284,10 +284,10 @@ impl Shims {
         unsafe { self.optional(word).map(|word| self.own(word)) }
     }
 
-    /// The argument of an optional one: 0, or the address of a cell that has it and goes back.
+    /// Value of an optional argument. `word` is 0 or the address of a cell with the value, which is freed.
     ///
     /// # Safety
-    /// `word` is one, and this call's.
+    /// `word` is such an argument, owned by this call.
     pub(super) unsafe fn optional(&'static self, word: Value) -> Option<Value> {
         let cell = ptr::with_exposed_provenance_mut::<Value>(word as usize);
         if cell.is_null() {
@@ -306,17 +306,17 @@ impl Shims {
         }
     }
 
-    /// The elements of an argument that is a list: numbers' bits, or handles of tensors that are this call's.
+    /// Elements of a list argument: bits of numbers, or handles of tensors, which this call then owns.
     ///
     /// # Errors
-    /// Where torch does not say them.
+    /// An error of torch.
     ///
     /// # Safety
-    /// `word` is a list, and this call's.
+    /// `word` is a list, owned by this call.
     pub(super) unsafe fn listed(&self, word: Value) -> Result<Vec<Value>, Wrong> {
         let list = ptr::with_exposed_provenance_mut(word as usize);
         let mut count = 0;
-        // SAFETY: a live list, which goes back once; what its elements are goes on to the caller.
+        // SAFETY: the list is live and freed once; its elements pass to the caller.
         unsafe {
             let mut code = (self.torch_list_size)(list, &raw mut count);
             let mut items = vec![0; count];
@@ -328,13 +328,13 @@ impl Shims {
         }
     }
 
-    /// The text of an argument that is one.
+    /// Text of a string argument.
     ///
     /// # Errors
-    /// Where torch does not say it, and of a text with a zero in it.
+    /// An error of torch, or a text that contains a zero byte.
     ///
     /// # Safety
-    /// `word` is a string, and this call's.
+    /// `word` is a string, owned by this call.
     pub(super) unsafe fn text(&self, word: Value) -> Result<CString, Wrong> {
         let string = ptr::with_exposed_provenance_mut(word as usize);
         let (mut length, mut data) = (0, ptr::null());
@@ -354,13 +354,13 @@ impl Shims {
         }
     }
 
-    /// A result that is a list of tensors.
+    /// Makes a list of tensors as a result.
     ///
     /// # Errors
-    /// Where torch makes none.
+    /// An error of torch.
     pub(super) fn list(&self, tensors: impl ExactSizeIterator<Item = Owned>) -> Result<Value, Wrong> {
         let mut list = ptr::null_mut();
-        // SAFETY: the list is new; it takes each handle over, and whoever takes the list takes both.
+        // SAFETY: the list is new and takes each handle over; who takes the list takes its handles.
         unsafe {
             let mut code = (self.torch_new_list_reserve_size)(tensors.len(), &raw mut list);
             for tensor in tensors {
@@ -372,7 +372,7 @@ impl Shims {
         }
     }
 
-    /// Describes the tensor behind a handle; `name` is its name in refusals.
+    /// Describes the tensor behind a handle. `name` is the tensor's name in errors.
     fn describe(&self, name: &str, handle: Handle) -> Result<Tensor, Wrong> {
         let (mut dim, mut dtype, mut kind, mut index) = (0i64, 0i32, 0i32, 0i32);
         let (mut storage, mut offset) = (0i64, 0i64);
@@ -408,7 +408,7 @@ impl Shims {
         }
         tensor.dtype =
             self.dtypes.iter().find(|&&(theirs, _)| theirs == dtype).map_or(OTHER, |&(_, ours)| ours);
-        // The memory of a tensor may have been freed or shrunk after the tensor was made.
+        // The tensor's memory may have been freed or shrunk after the tensor was made.
         let spanned =
             tensor.spanned_elems().saturating_add(offset).saturating_mul(element_bytes(tensor.dtype));
         if spanned > storage && !tensor.shape().contains(&0) {
@@ -426,10 +426,10 @@ impl Shims {
         Ok(tensor)
     }
 
-    /// A new tensor, contents undefined, from torch's allocator.
+    /// Allocates a tensor with torch's allocator; its contents are undefined.
     ///
     /// # Errors
-    /// What torch said.
+    /// An error of torch.
     pub(super) fn empty(&'static self, sizes: &[i64], dtype: i32, device: Device) -> Result<Owned, Wrong> {
         let strides = Tensor::described(sizes, dtype, device).strides;
         let kind = if device.kind == 0 { self.device_cpu } else { self.device_cuda };
@@ -457,7 +457,7 @@ impl Owned {
     /// Fills the tensor with zeros, queued on the current stream.
     ///
     /// # Errors
-    /// Where torch does not.
+    /// An error of torch.
     pub(super) fn clear(&self) -> Result<(), Wrong> {
         // SAFETY: a tensor that this call made.
         match unsafe { (self.shims.aoti_torch_zero_)(self.handle) } {
@@ -467,7 +467,7 @@ impl Owned {
     }
 }
 
-/// A handle of a torch tensor, which is released when dropped.
+/// Owned handle of a torch tensor, released when dropped.
 pub(super) struct Owned {
     shims: &'static Shims,
     handle: Handle,
@@ -478,7 +478,7 @@ impl Owned {
         self.shims.describe(name, self.handle)
     }
 
-    /// Gives the handle to the caller as a stack value.
+    /// Passes the handle to the caller as a stack value.
     pub(super) fn into_value(self) -> Value {
         let handle = self.handle;
         std::mem::forget(self);

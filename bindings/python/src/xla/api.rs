@@ -1,28 +1,30 @@
-//! XLA's foreign-function interface, as far as it is used here: the C structs of `xla/ffi/api/c_api.h` (API 0.3), whose
-//! fields keep their places from version to version. Nothing is linked: every function comes with the call.
+//! The part of XLA's foreign-function interface that is used here: the C structs of `xla/ffi/api/c_api.h` (API 0.3),
+//! whose fields keep their offsets from version to version. Nothing is linked: every call brings XLA's functions with
+//! it.
 
 use std::ffi::{CStr, c_char, c_void};
 
-/// The API version that is stated where the framework states none.
+/// API version that is reported where the framework reports none.
 const VERSION: (i32, i32) = (0, 3);
 
-/// `XLA_FFI_Extension_Metadata`: the framework asks for the handler's API version, and makes no call.
+/// `XLA_FFI_Extension_Metadata`: type of the extension with which the framework queries a handler's API version without
+/// a call.
 const METADATA: i32 = 1;
 
-/// `XLA_FFI_Error_Code_INVALID_ARGUMENT`.
+/// Error code `XLA_FFI_Error_Code_INVALID_ARGUMENT`.
 const INVALID_ARGUMENT: i32 = 3;
 
-/// `XLA_FFI_AttrType_ARRAY`.
+/// Attribute type `XLA_FFI_AttrType_ARRAY`.
 const ARRAY: i32 = 1;
 
 /// The greatest alignment in bytes for which XLA allocates memory; it refuses more (`Unsupported alignment: 256`,
 /// jaxlib 0.11.2).
 const MOST_ALIGNED: usize = 16;
 
-/// `XLA_FFI_DataType_S64`.
+/// Element type `XLA_FFI_DataType_S64`.
 const S64: i32 = 5;
 
-/// An error of the framework's.
+/// Error object of the framework, opaque here.
 pub enum XlaError {}
 
 #[repr(C)]
@@ -53,7 +55,7 @@ struct MetadataExtension {
     metadata: *mut Metadata,
 }
 
-/// A dense buffer, row-major.
+/// Buffer of an argument or a result, dense and row-major.
 #[repr(C)]
 pub(super) struct Buffer {
     struct_size: usize,
@@ -72,21 +74,21 @@ impl Buffer {
     }
 }
 
-/// The `count` values at an address; none where the count is 0 or below.
+/// The `count` values at an address; an empty slice where the count is 0 or below.
 ///
 /// # Safety
-/// The framework lends them for the time of the call.
+/// The framework lends the values for the time of the call.
 unsafe fn lent<'a, T>(first: *const T, count: i64) -> &'a [T] {
     match usize::try_from(count) {
         Ok(count) if count > 0 && !first.is_null() => {
-            // SAFETY: promised by the caller: the framework lends them for the time of the call.
+            // SAFETY: the caller promises that the framework lends them for the time of the call.
             unsafe { std::slice::from_raw_parts(first, count) }
         }
         _ => &[],
     }
 }
 
-/// Arguments, and likewise results: buffers all, the one kind that there is.
+/// Arguments or results of a call. All of them are buffers, the only kind that exists.
 #[repr(C)]
 struct Buffers {
     struct_size: usize,
@@ -119,7 +121,7 @@ struct Attributes {
     values: *const *const c_void,
 }
 
-/// One call, or one question, of the framework's.
+/// Frame with which the framework calls a handler or queries its metadata.
 #[repr(C)]
 pub struct CallFrame {
     struct_size: usize,
@@ -147,7 +149,7 @@ struct ErrorText {
     extension: *mut Extension,
     error: *mut XlaError,
     message: *const c_char,
-    /// The framework writes this field from API 0.4 on, so the struct must have it.
+    /// The framework writes this field from API 0.4 on, so the struct must have room for it.
     code: i32,
 }
 
@@ -197,7 +199,7 @@ struct OrdinalGet {
 type Unused = *const c_void;
 type Function<T> = unsafe extern "C" fn(*mut T) -> *mut XlaError;
 
-/// The framework's functions.
+/// Table of the framework's functions.
 #[repr(C)]
 struct Api {
     struct_size: usize,
@@ -231,8 +233,8 @@ macro_rules! arguments {
     };
 }
 
-/// Device memory that goes back when dropped. What is queued on the call's stream has it until it is done, since the
-/// framework gives memory out in the order of that stream.
+/// Device memory that is returned when dropped. Work that is queued on the call's stream may still use it, since the
+/// framework reuses memory in the order of that stream.
 pub(super) struct Scratch<'a> {
     frame: &'a CallFrame,
     data: *mut c_void,
@@ -249,10 +251,10 @@ impl Drop for Scratch<'_> {
 }
 
 impl CallFrame {
-    /// Answers what a handler is asked before it is ever called; `false`: this is a call.
+    /// Answers a query of the handler's metadata; `false` means that the frame is a call.
     ///
     /// # Safety
-    /// The frame is the framework's.
+    /// The frame comes from the framework.
     pub(super) unsafe fn answered(&self) -> bool {
         // SAFETY: an extension is null or one, and of this kind has metadata to be written.
         unsafe {
@@ -262,8 +264,8 @@ impl CallFrame {
                     let theirs = self.api.as_ref().map(|api| (api.version.major, api.version.minor));
                     let stated = theirs.filter(|&version| version < VERSION).unwrap_or(VERSION);
                     ((*metadata).version.major, (*metadata).version.minor) = stated;
-                    // The trait COMMAND_BUFFER_COMPATIBLE is not set: when a captured call is replayed, its scratch
-                    // would belong to other calls.
+                    // The trait COMMAND_BUFFER_COMPATIBLE is not set: in a replay of a captured call its scratch would
+                    // belong to other calls.
                     (*metadata).traits = 0;
                     true
                 }
@@ -273,26 +275,26 @@ impl CallFrame {
     }
 
     fn api(&self) -> &Api {
-        // SAFETY: every call brings the functions, which live as long as the process.
+        // SAFETY: every call brings the table of functions, which lives as long as the process.
         unsafe { &*self.api }
     }
 
-    /// The input buffers of the call.
+    /// Input buffers of the call.
     pub(super) fn arguments(&self) -> &[&Buffer] {
         // SAFETY: the framework lends as many buffers as it says, none of them null.
         unsafe { lent(self.arguments.buffers.cast(), self.arguments.size) }
     }
 
-    /// The buffers to be written.
+    /// Output buffers of the call.
     pub(super) fn results(&self) -> &[&Buffer] {
         // SAFETY: the framework lends as many buffers as it says, none of them null.
         unsafe { lent(self.results.buffers.cast(), self.results.size) }
     }
 
-    /// The numbers of an attribute that may be absent; none then.
+    /// Numbers of an attribute; none if the attribute is absent.
     ///
     /// # Errors
-    /// As [`numbers`](Self::numbers), of one that is there.
+    /// As [`numbers`](Self::numbers), for an attribute that is present.
     pub(super) fn optional_numbers(&self, name: &str) -> Result<Vec<i64>, String> {
         match self.numbers(name) {
             Err(text) if text == missing(name) => Ok(vec![]),
@@ -300,10 +302,10 @@ impl CallFrame {
         }
     }
 
-    /// An attribute of whole numbers.
+    /// Numbers of an attribute that is an array of integers.
     ///
     /// # Errors
-    /// Where it is missing, or something else.
+    /// An attribute that is missing or has another type.
     pub(super) fn numbers(&self, name: &str) -> Result<Vec<i64>, String> {
         let attributes = &self.attributes;
         // SAFETY: the framework lends as many names, types and values as it says.
@@ -315,7 +317,7 @@ impl CallFrame {
                 lent(attributes.values, count),
             )
         };
-        // SAFETY: a name's bytes, lent likewise.
+        // SAFETY: the framework lends a name's bytes for the time of the call.
         let is = |text: &&Text| unsafe { lent(text.bytes, text.len as i64) } == name.as_bytes();
         let at = names.iter().position(is).ok_or_else(|| missing(name))?;
         if types[at] != ARRAY {
@@ -331,10 +333,10 @@ impl CallFrame {
         Ok((0..array.size).map(number).collect())
     }
 
-    /// The stream that the work is to be put on.
+    /// Stream on which the work must be queued.
     ///
     /// # Errors
-    /// What the framework said.
+    /// An error of the framework.
     pub(super) fn stream(&self) -> Result<i64, String> {
         let mut get = arguments!(StreamGet { context: self.context, stream: std::ptr::null_mut() });
         // SAFETY: the function's own struct.
@@ -342,10 +344,10 @@ impl CallFrame {
         Ok(get.stream as i64)
     }
 
-    /// Which of its platform's devices this is.
+    /// Index of the call's device among those of its platform.
     ///
     /// # Errors
-    /// Where the framework is older than the question, or what it said.
+    /// A framework without this function, or an error of the framework.
     pub(super) fn ordinal(&self) -> Result<i32, String> {
         let api = self.api();
         // If the table ends before this function, other bytes are in its place.
@@ -359,12 +361,12 @@ impl CallFrame {
         Ok(get.ordinal)
     }
 
-    /// Device memory for this call, at a multiple of `alignment`, a power of two.
+    /// Device memory for this call, aligned to `alignment`, a power of two.
     ///
     /// # Errors
-    /// What the framework said.
+    /// An error of the framework.
     pub(super) fn scratch(&self, bytes: u64, alignment: usize) -> Result<(Scratch<'_>, *mut u8), String> {
-        // Memory comes aligned to 16 bytes at least; the rest of the way is within what is asked for more.
+        // Memory is aligned to 16 bytes at least; the extra bytes allow an address of the wanted alignment.
         let more = alignment.saturating_sub(MOST_ALIGNED);
         let bytes = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_add(more));
         let bytes = bytes.ok_or_else(|| format!("workspace of {bytes:?} bytes is beyond an address"))?;
@@ -382,17 +384,17 @@ impl CallFrame {
         Ok((scratch, allocate.data.cast::<u8>().wrapping_add(offset)))
     }
 
-    /// A refusal, as the framework hands it to its user.
+    /// Makes an error that the framework reports to its user.
     pub(super) fn error(&self, text: &CStr) -> *mut XlaError {
         let mut create = arguments!(ErrorCreate { message: text.as_ptr(), code: INVALID_ARGUMENT });
-        // SAFETY: the function's own struct, whose text it copies.
+        // SAFETY: the struct is this function's own argument, and the framework copies its text.
         unsafe { (self.api().error_create)(&raw mut create) }
     }
 
     /// Converts the framework's error, if there is one, to a text.
     ///
     /// # Safety
-    /// `error` is null or an error that is the caller's.
+    /// `error` is null or an error that the caller owns.
     unsafe fn said(&self, error: *mut XlaError) -> Result<(), String> {
         if error.is_null() {
             return Ok(());
@@ -421,8 +423,7 @@ mod tests {
 
     use super::*;
 
-    /// Offsets and sizes equal those of the headers of jaxlib 0.10.2 and 0.11.2, whose fields keep their
-    /// places.
+    /// Offsets and sizes equal those in the headers of jaxlib 0.10.2 and 0.11.2.
     #[test]
     fn structs_lie_as_the_header_has_them() {
         assert_eq!(size_of::<CallFrame>(), 176);

@@ -1,4 +1,4 @@
-//! Handlers for XLA, which JAX calls: a request's tensors come as buffers, and which of them each is as an attribute.
+//! Handlers that JAX calls through XLA. A request's tensors come as buffers, and an attribute gives the slot of each.
 
 mod api;
 
@@ -12,10 +12,10 @@ use crate::tensor::{BOOL, Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U3
 use api::Buffer;
 pub use api::{CallFrame, XlaError};
 
-/// Stands in `operands` for an argument that is only there to be written over by a result.
+/// Mark in `operands` for an argument that exists only so that a result may overwrite it.
 const IGNORED: i64 = -1;
 
-/// Slots of captured tensors, and of their gradients, from here on in the order of their names.
+/// First slot of captured tensors and of their gradients, which follow in the order of their names.
 const FIRST_CAPTURED: i64 = 1 << 16;
 const FIRST_GRADIENT: i64 = 1 << 17;
 
@@ -114,9 +114,9 @@ fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
     plans::run(&request, |bytes| frame.scratch(bytes, plans::ALIGNMENT))
 }
 
-/// A score function and a mask function, as attributes spell them.
+/// Score and mask functions in the form of attributes.
 struct Spelt {
-    /// Score and mask.
+    /// Texts of the score and of the mask.
     texts: [CString; 2],
     /// Owner of the names that `captured` points to.
     _names: Vec<CString>,
@@ -161,7 +161,7 @@ impl Spelt {
         Ok(Self { texts: [score, mask], _names: names, captured })
     }
 
-    /// The field for a captured tensor, or for its gradient, that a slot names; `None` for other slots.
+    /// Field for the captured tensor, or for its gradient, that a slot denotes; `None` for other slots.
     fn place(&mut self, slot: i64) -> Option<&mut Tensor> {
         let of = |first: i64| usize::try_from(slot.checked_sub(first)?).ok();
         match of(FIRST_GRADIENT) {
@@ -170,7 +170,7 @@ impl Spelt {
         }
     }
 
-    /// The functions of a request; the pointers are valid as long as `self`.
+    /// The request's functions; the pointers are valid as long as `self`.
     fn code(&self) -> Option<Code> {
         let [score, mask] = &self.texts;
         let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };
@@ -183,7 +183,7 @@ impl Spelt {
     }
 }
 
-/// A buffer is dense, its last axis innermost.
+/// Describes a buffer as a tensor. A buffer is dense, its last axis innermost.
 fn tensor(buffer: &Buffer, device: Device) -> Result<Tensor, Wrong> {
     let shape = buffer.shape();
     ensure!(shape.len() <= MAX_DIMS, "a buffer of {shape:?} has more axes than {MAX_DIMS}");
@@ -200,7 +200,7 @@ fn tensor(buffer: &Buffer, device: Device) -> Result<Tensor, Wrong> {
     Ok(tensor)
 }
 
-/// Our code of a type of XLA's.
+/// This library's code of an XLA element type.
 fn dtype(theirs: i32) -> i32 {
     match theirs {
         10 => fmha_c::FMHA_F16,

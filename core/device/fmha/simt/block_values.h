@@ -1,4 +1,4 @@
-// `fmha/block_values.h` on a vendor's lanes.
+// Runs `fmha/block_values.h` on a vendor's lanes.
 #pragma once
 #include <fmha/block_values.h>
 #include <fmha/simt/lanes.h>

@@ -1,4 +1,5 @@
-// `fmha/row_bwd.h` on a vendor's lanes (`fmha/simt/lanes.h`): every backward spec of the contract, slowly.
+// Runs `fmha/row_bwd.h` on a vendor's lanes (`fmha/simt/lanes.h`): it computes every backward spec of the contract,
+// slowly.
 #pragma once
 #include <fmha/row_bwd.h>
 #include <fmha/simt/fwd.h>
@@ -17,7 +18,7 @@ FMHA_DEVICE void bwd(const BwdParams& p, const Masks& masks = {}) {
   for_each_row(num_bwd_rows<spec>(p), [&](int64_t at) { bwd_row<spec, Lanes>(p, at, masks); });
 }
 
-// Third launch, where captured tensors have gradients: an element a lane.
+// Third launch, if captured tensors have gradients: one element a lane.
 template <BwdSpec spec>
 FMHA_DEVICE void bwd_captured(const BwdParams& p) {
   for_each_element(p.captured_elems, [&](int64_t at) { bwd_captured_element(p, at); });

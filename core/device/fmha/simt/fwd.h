@@ -1,4 +1,4 @@
-// `fmha/row_fwd.h` on a vendor's lanes (`fmha/simt/lanes.h`): every spec of the contract, slowly.
+// Runs `fmha/row_fwd.h` on a vendor's lanes (`fmha/simt/lanes.h`): it computes every spec of the contract, slowly.
 #pragma once
 #include <fmha/row_fwd.h>
 #include <fmha/simt/lanes.h>

@@ -1,4 +1,4 @@
-// `fmha/row_lists.h` on a vendor's lanes: lists of keys, slowly.
+// Runs `fmha/row_lists.h`, the forward over lists of keys, on a vendor's lanes, slowly.
 #pragma once
 #include <fmha/row_lists.h>
 #include <fmha/simt/fwd.h>

@@ -1,4 +1,4 @@
-// `fmha/row_lists_bwd.h` on a vendor's lanes: gradients over lists of keys, slowly.
+// Runs `fmha/row_lists_bwd.h`, the gradients over lists of keys, on a vendor's lanes, slowly.
 #pragma once
 #include <fmha/row_lists_bwd.h>
 #include <fmha/simt/bwd.h>

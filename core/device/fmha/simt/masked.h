@@ -1,4 +1,4 @@
-// The forward and backward of `fmha/simt` under masks as data, which are an argument of their own.
+// Runs the forward and backward of `fmha/simt` under masks as data, which are a separate kernel argument.
 #pragma once
 #include <fmha/mask_data.h>
 #include <fmha/simt/bwd.h>

@@ -1,4 +1,5 @@
-// `fmha/quantize.h` on a vendor's lanes: the largest magnitude of a tensor, its scale, and its blocks.
+// Runs `fmha/quantize.h` on a vendor's lanes: it finds a tensor's largest magnitude, its scale, and converts its
+// blocks.
 #pragma once
 #include <fmha/quantize.h>
 #include <fmha/simt/lanes.h>

@@ -1,4 +1,4 @@
-// `fmha/simt/fwd.h` over scales by blocks, which are an argument of their own.
+// Runs `fmha/simt/fwd.h` with scales by blocks, which are a separate kernel argument.
 #pragma once
 #include <fmha/block_scales.h>
 #include <fmha/simt/fwd.h>

@@ -1,4 +1,4 @@
-// `fmha/row_small.h` on a vendor's lanes: small outputs of the forward, after whichever kernel writes O.
+// Runs `fmha/row_small.h` on a vendor's lanes: small outputs of the forward, after whichever kernel writes O.
 #pragma once
 #include <fmha/row_small.h>
 #include <fmha/shown_pairs.h>

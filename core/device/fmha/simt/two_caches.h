@@ -1,4 +1,4 @@
-// `fmha/row_two_caches.h` on a vendor's lanes: two caches in one softmax, slowly.
+// Runs `fmha/row_two_caches.h`, two caches in one softmax, on a vendor's lanes, slowly.
 #pragma once
 #include <fmha/row_two_caches.h>
 #include <fmha/simt/fwd.h>

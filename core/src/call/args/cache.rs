@@ -7,11 +7,11 @@ use crate::setters::with_setters;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum CacheSlice<'a> {
-    /// Memory that the call reads.
+    /// K or V in memory that the call only reads.
     Read(DevSlice<'a>),
-    /// Memory that the call appends to, then reads.
+    /// K or V in memory to which the call appends rows before it reads them.
     Append(DevSliceMut<'a>),
-    /// V of a problem whose V is the first elements of K's rows.
+    /// V, in a problem whose V is the first elements of K's rows.
     InK,
 }
 
@@ -49,21 +49,21 @@ with_setters! {
 }
 
 impl FwdArgs<'_> {
-    /// K's memory, to read.
+    /// K's memory, for reading.
     #[must_use]
     #[inline]
     pub fn k_slice(&self) -> DevSlice<'_> {
         Self::readable(&self.k).unwrap_or_else(|| DevSlice::host::<u8>(&[]))
     }
 
-    /// V's memory, to read: K's, where V lies in K.
+    /// V's memory, for reading; this is K's memory if V lies in K.
     #[must_use]
     #[inline]
     pub fn v_slice(&self) -> DevSlice<'_> {
         Self::readable(&self.v).unwrap_or_else(|| self.k_slice())
     }
 
-    /// Memory of the scales of K and of V by rows, to read.
+    /// Memory of the scales of K's and V's rows, for reading.
     #[must_use]
     pub fn scale_slices(&self) -> [Option<DevSlice<'_>>; 2] {
         [&self.k_scale, &self.v_scale].map(|slice| slice.as_ref().and_then(Self::readable))

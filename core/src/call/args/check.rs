@@ -294,7 +294,7 @@ fn read_only<'a>(name: &'static str, slice: &CacheSlice<'a>) -> Result<DevSlice<
     }
 }
 
-/// An input or an output.
+/// How a call accesses an operand: as an input or as an output.
 #[derive(Clone, Copy)]
 struct Access {
     space: MemorySpace,
@@ -764,7 +764,7 @@ impl Operands {
     /// Checks the caller's workspace against the size that the plan needs, if any.
     fn workspace(&mut self, given: Option<&DevSliceMut<'_>>, wanted: Workspace) -> Result<(), ProblemError> {
         let needed = wanted.bytes > 0;
-        // A caller may bring scratch to a plan that needs none.
+        // A caller may pass scratch memory for a plan that needs none.
         let access = given.map(Access::out).filter(|_| needed);
         self.optional("workspace", access, needed, ElemType::Scratch, wanted.bytes, Workspace::ALIGN)
     }
@@ -825,7 +825,7 @@ impl Operands {
         Ok(())
     }
 
-    /// Error for an argument that does not fit the plan.
+    /// The error for an argument that does not fit the plan.
     #[cold]
     fn misfit(
         &self,
@@ -854,7 +854,7 @@ impl Operands {
     fn disjoint(&self) -> Result<(), ProblemError> {
         for (index, output) in self.all.iter().enumerate().filter(|(_, operand)| operand.access.writes) {
             for (other_index, other) in self.all.iter().enumerate() {
-                // Two outputs are compared once.
+                // Each pair of outputs is compared only once.
                 let is_pair = other_index > index || other_index < index && !other.access.writes;
                 if is_pair && output.spans_meet(other) {
                     output.apart_from(other)?;

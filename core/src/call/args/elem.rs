@@ -15,16 +15,15 @@ use crate::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
-    /// Bytes without a type, such as those of a buffer or a file. A call takes them for the type that its problem
-    /// has.
+    /// Bytes without a known type, such as those of a buffer or a file. A call assumes the type that its problem has.
     Bytes,
-    /// Numbers of a tensor's data type, or of an f32 array.
+    /// Numbers of a tensor's data type, or f32 numbers of an array.
     Number(DType),
-    /// Lengths, offsets and pages.
+    /// 32-bit integers: lengths, offsets and page numbers.
     I32,
     /// Unsigned 32-bit words: of a tree mask, and ends and flags of pieces of keys.
     U32,
-    /// Pairs of E2M1 numbers, a byte each.
+    /// Pairs of E2M1 numbers, one byte each.
     E2m1Pair,
     /// Scales of blocks: powers of two in one byte each.
     E8m0,
@@ -136,7 +135,7 @@ impl Told {
         self.0.load(Relaxed) & Self::BY_A_CALL != 0
     }
 
-    /// A call writes elements of this type.
+    /// Records that a call writes elements of this type.
     pub(crate) fn write(&self, elem: ElemType) {
         if self.written() == ElemType::Bytes {
             self.0.store(Self::code(elem) | Self::BY_A_CALL, Relaxed);

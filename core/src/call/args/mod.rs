@@ -29,9 +29,9 @@ use crate::setters::with_setters;
 /// The processor that can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MemorySpace {
-    /// The processor that runs this code.
+    /// Memory of the processor that runs this code.
     Host,
-    /// A device's own memory.
+    /// Memory of a device.
     Device,
 }
 
@@ -100,8 +100,8 @@ impl<'a> DevSlice<'a> {
         Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
-    /// each other.
+    /// Returns this memory, whose elements now have this type if their type was unknown; i32 and u32 may replace each
+    /// other.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -185,7 +185,7 @@ impl<'a> DevSliceMut<'a> {
         Self { space, ptr, bytes, elem: told.written(), told: Some(told), memory: PhantomData }
     }
 
-    /// A call writes elements of this type.
+    /// Records that a call writes elements of this type.
     pub(crate) fn tell(&self, elem: impl Into<ElemType>) {
         if let Some(told) = self.told {
             told.write(elem.into());
@@ -199,7 +199,7 @@ impl<'a> DevSliceMut<'a> {
         Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
-    /// The type of the elements that are written to it.
+    /// The type of the elements that are written to the slice.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem
@@ -211,7 +211,7 @@ impl<'a> DevSliceMut<'a> {
         self.space
     }
 
-    /// The slice's first byte. Writing through it is for the call that holds these arguments.
+    /// Pointer to the slice's first byte. Only the call that holds these arguments may write through it.
     #[must_use]
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.ptr
@@ -260,9 +260,9 @@ impl<'a> DevSliceMut<'a> {
     }
 }
 
-/// Which pages hold the keys of each sequence, i32 `[batch, max_pages]`, read where the kernel runs. Key
-/// j of a sequence is row `j % page_size` of page `pages[sequence][j / page_size]`; entries beyond a
-/// sequence's length may hold anything, and a page may stand in several rows.
+/// Which pages hold the keys of each sequence, i32 `[batch, max_pages]`, read where the kernel runs. Key j of a
+/// sequence is row `j % page_size` of page `pages[sequence][j / page_size]`; entries beyond a sequence's length may
+/// hold anything, and several rows may name one page.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockTable<'a> {
     /// The numbers of the pages.
@@ -453,7 +453,7 @@ impl<'a> ScoreArgs<'a> {
 }
 
 impl<'a> FwdArgs<'a> {
-    /// The four tensors that every call has; the rest by setters of the fields' names.
+    /// Makes arguments of the four tensors that every call has. Setters with the fields' names add the others.
     #[must_use]
     pub fn new(
         q: DevSlice<'a>,
@@ -532,7 +532,7 @@ with_setters! {
     }
 }
 
-/// One partial result.
+/// O and LSE of one part of the keys.
 #[derive(Clone, Copy, Debug)]
 pub struct PartialResult<'a> {
     /// O of this part.

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 
-/// Most nodes of the search tree that deciding about two tensors may visit; so many take some tens of microseconds.
+/// Most nodes of the search tree that deciding about two tensors may visit; this many take some tens of microseconds.
 /// Tensors with nested strides, such as slices of one buffer, need a handful.
 const MAX_NODES: u32 = 4096;
 
@@ -16,11 +16,11 @@ const MAX_REACH: u64 = 1 << 62;
 /// Relation of two tensors whose address ranges overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
-    /// No byte belongs to both.
+    /// No byte belongs to both tensors.
     Apart,
-    /// A byte belongs to both.
+    /// Some byte belongs to both tensors.
     Shared,
-    /// The search gave up: the strides of the two have too little in common.
+    /// The search gave up, since the strides of the two tensors have too little in common.
     Undecided,
 }
 
@@ -51,7 +51,7 @@ impl Lattice {
     /// A tensor of at least one element, whose strides validation has checked.
     pub(super) fn strided(address: usize, strides: Strides, shape: Shape, dtype: DType) -> Self {
         let size = dtype.size_bytes();
-        // The stride of an axis of one element is never used, and may be anything.
+        // The stride of an axis with one element is never used, so it may be anything.
         let axis = |stride: i64, extent: u32| match extent {
             0 | 1 => Axis::NONE,
             _ => Axis { step: stride.unsigned_abs().saturating_mul(size), last: u64::from(extent) - 1 },
@@ -84,7 +84,7 @@ impl Lattice {
         }
         // A shared byte is a solution of
         //     address + sum x step = other.address + sum y other_step,    0 <= x, y <= last.
-        // Replacing y by last - y puts all terms on one side; the question is then whether a number up to 2^63 is a
+        // Replacing y by last - y brings all terms on one side; the question is then whether a number up to 2^63 is a
         // sum of multiples of the steps.
         let (ahead, behind) = (self.address as u64, other.address as u64);
         let target = match behind.checked_sub(ahead) {
@@ -178,7 +178,7 @@ mod tests {
 
     use super::*;
 
-    /// A tensor as a caller describes it.
+    /// A tensor as a caller describes it: address, strides, shape and type.
     #[derive(Clone, Copy, Debug)]
     struct Tensor(usize, Strides, Shape, DType);
 
@@ -187,7 +187,7 @@ mod tests {
             Lattice::strided(self.0, self.1, self.2, self.3)
         }
 
-        /// Every byte, element by element.
+        /// Offsets of every byte of the tensor, element by element.
         fn bytes(&self) -> BTreeSet<usize> {
             let Self(address, strides, Shape { batch, seq, head, dim }, dtype) = *self;
             let size = dtype.size_bytes() as usize;

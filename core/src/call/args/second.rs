@@ -26,7 +26,7 @@ with_setters! {
 }
 
 impl<'a> SecondArgs<'a> {
-    /// K, and V unless it lies in K's rows; the rest by setters.
+    /// Makes arguments of K, and of V unless it lies in K's rows. Setters add the others.
     #[must_use]
     pub fn new(k: DevSlice<'a>, v: impl Into<Option<DevSlice<'a>>>) -> Self {
         Self { k, v: v.into(), seq: SeqArgs::default(), intervals: None }

@@ -158,7 +158,7 @@ impl Device {
         self.planned(problem, options, |problem, options| self.0.plan_choose(problem, options))
     }
 
-    /// Chooses a kernel that brings a tensor to a format with scales by blocks.
+    /// Chooses a kernel that converts a tensor to a format with scales by blocks.
     ///
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
@@ -190,7 +190,7 @@ impl Device {
         plan
     }
 
-    /// A plan of what functions have of kernels' own, where kernels take that.
+    /// A plan that replaces functions by kernels' built-in features where kernels have them: bands, soft-cap, ALiBi.
     fn seal_built_in<P: Problem>(
         &self,
         problem: &P,
@@ -200,7 +200,7 @@ impl Device {
         let Some(BuiltIn { problem: folded, slopes, words }) = problem.built_in()? else {
             return self.seal(problem, options, None, plan);
         };
-        // Kernels that were compiled ahead may have the functions alone.
+        // Kernels that were compiled ahead may exist only for the functions themselves.
         let sealed = self.seal(problem, options, Some((Folded { problem: folded, slopes }, words)), &plan);
         sealed.or_else(|_| self.seal(problem, options, None, plan))
     }
@@ -251,7 +251,7 @@ impl Device {
     /// A new stream, which does not wait for the default one. On the CPU its work is done at return.
     ///
     /// # Errors
-    /// What the driver said.
+    /// An error of the driver.
     pub fn stream(&self) -> Result<Stream> {
         let handle = self.queues()?.map(Queues::create_stream).transpose()?;
         Ok(Stream::new(self, handle.unwrap_or(0), handle.is_some()))
@@ -263,10 +263,10 @@ impl Device {
         Stream::new(self, 0, false)
     }
 
-    /// A moment to record on a stream.
+    /// An event, which can be recorded on a stream.
     ///
     /// # Errors
-    /// What the driver said, or that it has no events.
+    /// An error of the driver, or a device without events.
     pub fn event(&self) -> Result<Event> {
         let handle = self.queues()?.map(Queues::create_event).transpose()?;
         Ok(Event { device: self.clone(), handle })
@@ -275,7 +275,7 @@ impl Device {
     /// Waits until the work of the default stream is done.
     ///
     /// # Errors
-    /// What the driver said, which includes failures of that work.
+    /// An error of the driver, or a failure of that work.
     pub fn synchronize(&self) -> Result<()> {
         match self.queues()? {
             // SAFETY: the default stream is always there.

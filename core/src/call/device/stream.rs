@@ -18,7 +18,7 @@ use crate::queues::Queues;
 #[derive(Debug)]
 pub struct Stream {
     pub(super) device: Device,
-    /// The driver's own. 0: the default stream.
+    /// The driver's handle; 0 is the default stream.
     pub(super) handle: u64,
     pub(super) owned: bool,
     /// Whether a recording may contain calls with dropout, because its replays only measure time.
@@ -30,7 +30,8 @@ impl Stream {
         Self { device: device.clone(), handle, owned, repeats_masks: AtomicBool::new(false) }
     }
 
-    /// A stream of the caller's own (a `CUstream`, a `hipStream_t`; 0 is the default one), which stays the caller's.
+    /// Wraps a stream that the caller owns (a `CUstream`, a `hipStream_t`; 0 is the default one). The caller still has
+    /// to destroy it.
     ///
     /// # Safety
     /// `handle` is a stream of the context that `device` computes in, and lives until this value is dropped and its
@@ -40,7 +41,7 @@ impl Stream {
         Self::new(device, handle, false)
     }
 
-    /// The driver's own handle, for other libraries. 0: the default stream.
+    /// The driver's handle, for other libraries; 0 is the default stream.
     #[must_use]
     pub fn as_raw(&self) -> u64 {
         self.handle
@@ -55,7 +56,7 @@ impl Stream {
     /// Waits until all work queued on the stream is done.
     ///
     /// # Errors
-    /// What the driver said, which includes failures of that work.
+    /// An error of the driver, or a failure of that work.
     pub fn synchronize(&self) -> Result<()> {
         match self.device.queues()? {
             // SAFETY: it lives as long as `self`.
@@ -142,18 +143,18 @@ impl Drop for Stream {
         if self.owned
             && let Ok(Some(queues)) = self.device.queues()
         {
-            // A stream that cannot be ended went with its context.
-            // SAFETY: `Device::stream` made the handle, and nothing uses it any more.
+            // A stream that cannot be destroyed is gone with its context. SAFETY: `Device::stream` made the handle, and
+            // nothing uses it any more.
             let _ = unsafe { queues.destroy_stream(self.handle) };
         }
     }
 }
 
-/// A moment on a stream.
+/// A point in a stream's work at which time can be taken, or for which another stream can wait.
 #[derive(Debug)]
 pub struct Event {
     pub(super) device: Device,
-    /// Handle; `None` where all work is done at return.
+    /// The driver's handle; `None` on a device that completes all work before it returns.
     pub(super) handle: Option<u64>,
 }
 
@@ -174,7 +175,7 @@ impl Event {
     /// Waits until it is reached; at once where it was never recorded.
     ///
     /// # Errors
-    /// What the driver said, of the work before it too.
+    /// An error of the driver, or a failure of the work before the event.
     pub fn synchronize(&self) -> Result<()> {
         match self.queues()? {
             // SAFETY: it lives as long as `self`.

@@ -377,7 +377,7 @@ fn a_plan_of_no_sequences_launches_nothing_and_clears_the_sums() {
     let (device, log) = open(Toy::on_a_device());
     let mut fwd = FwdProblem::batch(DType::F32, dims).sink(true);
     let shape = BiasBroadcast::OneHead.shape(0, dims.num_heads_q, dims.seqlen_q, dims.seqlen_k);
-    // Rows of four numbers, five apart.
+    // Each row has four numbers, and rows begin five numbers apart.
     let strides = Strides { batch: 0, seq: 5, head: 5 * i64::from(shape.seq), dim: 1 };
     fwd.score.bias = Bias::Elementwise(ElementwiseBias {
         dtype: DType::F32,

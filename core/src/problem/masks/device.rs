@@ -10,13 +10,13 @@ use crate::source::Header;
 abi_struct! {
     /// A tensor of 4-byte numbers; strides in elements, 0 where an axis is shared.
     pub struct MaskTensor {
-        /// The first number; null if there is no such mask.
+        /// Pointer to the first number; null if the mask is absent.
         pub data: DevPtr<i32>,
-        /// Stride from sequence to sequence.
+        /// Stride from one sequence to the next.
         pub batch: i64,
-        /// Stride from head to head.
+        /// Stride from one head to the next.
         pub head: i64,
-        /// Stride from query to query, or from block to block of queries.
+        /// Stride from one query to the next, or from one block of queries to the next.
         pub row: i64,
         /// Stride from one endpoint, word or index to the next.
         pub dim: i64,
@@ -46,17 +46,17 @@ abi_struct! {
         pub bits_ratio: i32,
         /// Number of query heads that share the block lists of one head.
         pub lists_ratio: i32,
-        /// Queries of a block of the lists; 0 if there are no lists.
+        /// Number of queries of a block of the lists; 0 without lists.
         pub block_q: i32,
-        /// Keys of a block of the lists.
+        /// Number of keys of a block of the lists.
         pub block_k: i32,
         /// Most block indices that a row of the partial list has room for.
         pub max_blocks: i32,
         /// Most block indices that a row of the full list has room for.
         pub full_max_blocks: i32,
-        /// Key of the intervals that is the call's first; not 0 in a part of a larger call.
+        /// Index of the call's first key in the intervals; not 0 in a part of a larger call.
         pub first_key: i32,
-        /// Block of keys of the lists that begins at the call's first key.
+        /// Index in the lists of the block of keys that begins at the call's first key.
         pub first_block_k: i32,
     }
 }

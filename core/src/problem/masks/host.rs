@@ -17,7 +17,7 @@ pub enum Shown {
     No,
     /// The masks as data show the key; a mask as code, if any, still decides.
     Asked,
-    /// The key is seen: its block is in the full list, which a mask as code does not change.
+    /// The key is visible: its block is in the full list, for which a mask as code is not evaluated.
     Full,
 }
 
@@ -57,7 +57,7 @@ impl<'a> Words<'a> {
         Ok(Self { bytes, strides })
     }
 
-    /// The number at (batch, seq, head, dim).
+    /// The number at these indices of (batch, seq, head, dim).
     fn at(&self, batch: u32, seq: u32, head: u32, dim: u32) -> u32 {
         let at = self.strides.offset(batch, seq, head, dim) as usize * 4;
         self.bytes.get(at..at + 4).map_or(0, bytemuck::pod_read_unaligned)
@@ -146,7 +146,7 @@ impl ListedBlocks {
                         let Some((counts, indices, most)) = list else { continue };
                         let count = counts.at(batch, row, head, 0).cast_signed().clamp(0, most.cast_signed());
                         for at in 0..count.unsigned_abs() {
-                            // An index before the call's keys, or past them, is a block without keys.
+                            // An index before or behind the call's keys names a block without keys.
                             let block = i64::from(indices.at(batch, row, head, at).cast_signed());
                             if let Ok(block) = u32::try_from(block - first_block) {
                                 blocks.push((block, is_full));
@@ -191,7 +191,7 @@ impl HeadMasks<'_> {
         shown
     }
 
-    /// Splits `keys` of query `i` into runs with one answer each, ascending and without gaps.
+    /// Splits `keys` of query `i` into runs of equal visibility, ascending and without gaps.
     pub fn runs(&self, i: u32, keys: Range<u32>, mut each: impl FnMut(Range<u32>, Shown)) {
         let Some(blocks) = &self.masks.blocks else { return self.asked(i, keys, &mut each) };
         let head = blocks.lists.axes.head(&self.masks.problem.dims, self.i_head);
@@ -223,7 +223,7 @@ impl HeadMasks<'_> {
         }
     }
 
-    /// The runs of intervals and bits.
+    /// Splits keys into runs by the intervals and bits.
     fn asked(&self, i: u32, keys: Range<u32>, each: &mut impl FnMut(Range<u32>, Shown)) {
         let Some((intervals, words)) = &self.masks.intervals else { return self.bits(i, keys, each) };
         let head = intervals.axes.head(&self.masks.problem.dims, self.i_head);
@@ -275,8 +275,8 @@ impl HeadMasks<'_> {
         (if per_batch { q_batch } else { 0 }, q_row + i)
     }
 
-    /// Relation of a tile to the masks as data. `Inside`: these masks show the whole tile; a mask as code is either
-    /// irrelevant or still to be evaluated.
+    /// Class of a tile under the masks as data: all, some or none of its pairs are visible. `Inside`: these masks show
+    /// the whole tile; a mask as code is either irrelevant or still to be evaluated.
     #[must_use]
     pub fn class(&self, rows: Range<u32>, keys: Range<u32>) -> BlockClass {
         let (mut some_seen, mut some_hidden) = (false, false);
@@ -292,7 +292,7 @@ impl HeadMasks<'_> {
         if some_seen { BlockClass::Inside } else { BlockClass::Skipped }
     }
 
-    /// Pairs of the sequence that these masks and the band show.
+    /// Number of pairs of the sequence that these masks and the band show.
     #[must_use]
     pub fn pairs(&self, band: &MaskBand) -> u64 {
         let SeqSpan { seqlen_q, seqlen_k, .. } = self.span;
@@ -310,7 +310,7 @@ impl HeadMasks<'_> {
         pairs
     }
 
-    /// Keys outside which no query of `rows` sees a key.
+    /// Range of keys outside which no query of `rows` sees a key.
     #[must_use]
     pub fn hull(&self, rows: Range<u32>, seqlen_k: u32) -> Range<u32> {
         let mut hull = seqlen_k..0;

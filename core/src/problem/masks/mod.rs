@@ -38,7 +38,7 @@ pub struct Masks {
 pub struct MaskAxes {
     /// Whether each sequence of a batch has a mask of its own. Packed sequences always have their own.
     pub per_batch: bool,
-    /// Heads of the mask: 1, `num_heads_kv` or `num_heads_q`; of block lists 1 or `num_heads_q`.
+    /// Number of heads of the mask: 1, `num_heads_kv` or `num_heads_q`; for block lists 1 or `num_heads_q`.
     pub heads: u32,
 }
 
@@ -63,19 +63,19 @@ impl MaskAxes {
 pub struct Intervals {
     /// Batch and head axes: which sequences and heads have intervals of their own.
     pub axes: MaskAxes,
-    /// Endpoints of a row: two for each interval.
+    /// Number of endpoints of a row: two for each interval.
     pub endpoints: u32,
-    /// `batch`, `head`, `dim` (from endpoint to endpoint) and `seq` (from query to query), from 0 up. Packed rows
-    /// follow one another along `seq`.
+    /// Strides of `batch`, `head`, `dim` (from endpoint to endpoint) and `seq` (from query to query), at least 0.
+    /// Packed rows follow one another along `seq`.
     pub strides: Strides,
 }
 
 /// A bit for each query and key, in u32 words: bit `j % 32` of word `j / 32`, 1 = seen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MaskBits {
-    /// Sequences and heads that have masks of their own.
+    /// Batch and head axes: which sequences and heads have bits of their own.
     pub axes: MaskAxes,
-    /// `batch`, `head`, `seq` (from query to query) and `dim` (from word to word), from 0 up.
+    /// Strides of `batch`, `head`, `seq` (from query to query) and `dim` (from word to word), at least 0.
     pub strides: Strides,
 }
 
@@ -84,9 +84,9 @@ pub struct MaskBits {
 pub struct BlockLists {
     /// Batch and head axes: which sequences and heads have lists of their own. Packed calls have a batch axis too.
     pub axes: MaskAxes,
-    /// Queries of a block.
+    /// Number of queries of a block.
     pub block_q: u32,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub block_k: u32,
     /// Blocks in which the other masks decide each pair: `kv_num_blocks` and `kv_indices`.
     pub partial: Option<BlockList>,
@@ -100,13 +100,13 @@ pub struct BlockLists {
 pub struct BlockList {
     /// Capacity of a row, in indices.
     pub max_blocks: u32,
-    /// Strides of the counts: `batch`, `head` and `seq`, from 0 up.
+    /// Strides `batch`, `head` and `seq` of the counts, at least 0.
     pub counts: Strides,
     /// Strides of the indices; `dim` is the stride from one index to the next.
     pub indices: Strides,
 }
 
-/// Strides of a dense `[batch, head, seq, dim]`.
+/// Strides of a contiguous tensor `[batch, head, seq, dim]`.
 fn bhsd(shape: Shape) -> Strides {
     let dim = i64::from(shape.dim);
     let head = dim * i64::from(shape.seq);
@@ -114,13 +114,13 @@ fn bhsd(shape: Shape) -> Strides {
 }
 
 impl Intervals {
-    /// Contiguous `[batch or 1, heads, endpoints, seqlen_q]`.
+    /// Intervals with contiguous endpoints `[batch or 1, heads, endpoints, seqlen_q]`.
     #[must_use]
     pub fn batch(problem: &FwdProblem, axes: MaskAxes, endpoints: u32) -> Self {
         Self::of_rows(problem.dims.seqlen_q, axes, endpoints)
     }
 
-    /// Contiguous `[heads, endpoints, total_q]`.
+    /// Intervals with contiguous endpoints `[heads, endpoints, total_q]` for packed rows.
     #[must_use]
     pub fn packed(total_q: u32, heads: u32, endpoints: u32) -> Self {
         Self::of_rows(total_q, MaskAxes { per_batch: false, heads }, endpoints)
@@ -134,7 +134,7 @@ impl Intervals {
 }
 
 impl MaskBits {
-    /// Contiguous `[batch or 1, heads, seqlen_q, words]`, or `[heads, total_q, words]` of packed rows.
+    /// Bits in contiguous words `[batch or 1, heads, seqlen_q, words]`, or `[heads, total_q, words]` for packed rows.
     #[must_use]
     pub fn dense(problem: &FwdProblem, axes: MaskAxes, totals: Totals) -> Self {
         let unset = Self { axes, strides: Strides { batch: 0, seq: 0, head: 0, dim: 1 } };
@@ -143,8 +143,7 @@ impl MaskBits {
 }
 
 impl BlockLists {
-    /// Contiguous lists, in the layout that torch uses, with this capacity per row; `None` for a pair of tensors
-    /// that is absent.
+    /// Contiguous block lists in torch's layout, with this capacity for each row; `None` for a list that is absent.
     #[must_use]
     pub fn dense(
         problem: &FwdProblem,
@@ -213,7 +212,7 @@ impl FwdProblem {
         self.masks.block_lists.map_or(0, |lists| self.part.position_k / lists.block_k.max(1))
     }
 
-    /// Keys of a whole sequence, of which the call has `seqlen_k`.
+    /// Number of keys of the whole sequence of which the call has `seqlen_k`.
     fn whole_seqlen_k(&self, seqlen_k: u32) -> u32 {
         match self.part.seqlens {
             Some([_, whole]) => whole,
@@ -248,8 +247,8 @@ impl FwdProblem {
         !self.code.is_empty() || !self.masks.is_empty()
     }
 
-    /// Refuses a problem for kernels that read masks as data, but neither beside a quantised cache nor beside
-    /// a tree mask.
+    /// Refuses a quantised cache or a tree mask together with masks as data, for kernels that do not support these
+    /// combinations.
     ///
     /// # Errors
     /// The cache's type, or the tree mask.
@@ -353,6 +352,6 @@ impl FwdProblem {
     }
 }
 
-/// The tensors of the partial list and of the full one, as torch names them.
+/// Names of the tensors of the partial list and of the full list, as in torch.
 pub(crate) const LIST_NAMES: [[&str; 2]; 2] =
     [["kv_num_blocks", "kv_indices"], ["full_kv_num_blocks", "full_kv_indices"]];

@@ -33,8 +33,8 @@ fn seen(head: &HeadMasks<'_>, i: u32, keys: std::ops::Range<u32>) -> Vec<u32> {
 #[test]
 fn endpoints_that_decrease_or_lie_outside_are_clamped_as_the_contract_says() {
     let problem = problem();
-    // Rows: plain; decreasing; negative and past the keys; equal pairs; an odd number of endpoints from another
-    // library after a 0.
+    // The rows are: plain; decreasing; negative and beyond the keys; equal pairs; an odd number of endpoints after a 0,
+    // as another library has them.
     let rows: [[i32; 4]; 6] =
         [[3, 9, 20, 22], [30, 40, 10, 35], [-5, 4, 60, 1000], [7, 7, 9, 9], [0, 5, 8, 70], [70, 80, 90, 99]];
     let expected = |i: usize, j: u32| {
@@ -63,7 +63,7 @@ fn endpoints_that_decrease_or_lie_outside_are_clamped_as_the_contract_says() {
         assert_eq!(head.class(0..2, 3..9), BlockClass::Edge);
         assert_eq!(head.class(3..4, 0..70), BlockClass::Skipped);
         assert_eq!(head.hull(0..2, 70), 3..40);
-        // A window of two keys behind each row's own, and key 0.
+        // The band shows a window of two keys before each row's own key, and key 0.
         let band = problem.clone().mask("t:2,0,1".parse().unwrap()).band(6, 70);
         let pairs = (0..6u32).map(|i| (0..=i).filter(move |&j| j == 0 || i - j <= 2));
         let shown = pairs.enumerate().map(|(i, keys)| keys.filter(|&j| expected(i, j)).count() as u64);
@@ -79,10 +79,10 @@ fn masks_join_and_a_full_block_asks_no_other_mask() {
     let bits = MaskBits::dense(&problem, MaskAxes { per_batch: true, heads: 2 }, Totals::NONE);
     let lists = BlockLists::dense(&problem, axes, [4, 16], Some(3), Some(2));
     let endpoints: Vec<i32> = (0..12).map(|at| if at < 6 { 0 } else { 40 }).collect();
-    // Three words a row: even keys of the first kv head, none of the other.
+    // Each row has three words: even keys for the first kv head, no keys for the other.
     let words: Vec<u32> =
         (0..2 * 2 * 6 * 3).map(|at| if at / 18 % 2 == 0 { 0x5555_5555 } else { 0 }).collect();
-    // The blocks of queries 0..4: 0 and 1 partial, 3 full; those of 4..6: none.
+    // Queries 0..4 list blocks 0 and 1 as partial and 3 as full; queries 4..6 list none.
     let counts: Vec<i32> = [2, 0].repeat(4);
     let indices: Vec<i32> = [1, 0, i32::MAX, -1, -1, -1].repeat(4);
     let full_counts: Vec<i32> = [1, 0].repeat(4);

@@ -16,7 +16,8 @@ struct Descriptor {
   FMHA_DEVICE uint64_t bits() const { return uint64_t(high) << 32 | low; }
 };
 
-// `leading_bytes`: from chunk to chunk, for a tile read across its rows; ignored for one read along them.
+// `leading_bytes` is the distance between chunks of a tile that is read across its rows; it is ignored for one read
+// along them.
 template <int span_bytes>
 FMHA_DEVICE Descriptor descriptor(uint32_t address, uint32_t leading_bytes) {
   constexpr uint32_t swizzle = span_bytes == 128 ? 1 : span_bytes == 64 ? 2 : 3;

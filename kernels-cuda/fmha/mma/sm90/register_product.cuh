@@ -5,7 +5,7 @@
 
 namespace fmha::mma::sm90 {
 
-// Rows [row, row + 64) of a tile as an A operand.
+// Loads rows [row, row + 64) of a tile to registers, as an A operand.
 template <class Tile>
 FMHA_DEVICE void load_a(RegisterTile<typename Tile::Elem, Tile::dim>& a, const Tile& tile, int32_t row) {
   constexpr int depth = kDepth<typename Tile::Elem>;
@@ -17,7 +17,8 @@ FMHA_DEVICE void load_a(RegisterTile<typename Tile::Elem, Tile::dim>& a, const T
   }
 }
 
-// d = sign * A B^T (+ d): as many of B's rows as D has columns, from `row` on, along their dim. Starts, does not wait.
+// Starts d = sign * A B^T (+ d), and does not wait. B has as many rows as D has columns, from `row` on, read along
+// their dim.
 template <DType dtype, int sign, class D, class TileB>
 FMHA_DEVICE void start_register_product_abt(D& d, const RegisterTile<Storage<dtype>, TileB::dim>& a, const TileB& b, int row,
                                             bool accumulate) {

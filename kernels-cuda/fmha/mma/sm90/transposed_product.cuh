@@ -1,12 +1,12 @@
-// The products of the backward: operands of either orientation from one tile, and a fragment stored transposed.
+// Matrix products of the backward, where a tile is read in either orientation, and the transposed store of a fragment.
 #pragma once
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/shared.cuh>
 
 namespace fmha::mma::sm90 {
 
-// d = A^T B^T: A's columns [column, column + 64), read across its rows; as many of B's rows as D has columns, along
-// their dim, which are A's rows. Starts, does not wait.
+// Starts d = A^T B^T, and does not wait: A's columns [column, column + 64), read across its rows; as many of B's rows
+// as D has columns, read along their dim, which runs over A's rows.
 template <DType dtype, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_atbt(D& d, const TileA& a, int column, const TileB& b) {
   static_assert(TileA::rows == TileB::dim && D::columns <= TileB::rows, "A's rows are B's columns");

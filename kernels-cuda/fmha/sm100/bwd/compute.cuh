@@ -1,5 +1,5 @@
-// The compute role: two warpgroups turn a block's S^T to P and its dP^T to dS, a thread a key, a warpgroup half of
-// the queries.
+// The compute role: two warpgroups turn a block's S^T to P and its dP^T to dS. Each thread has a key, and each
+// warpgroup half of the queries.
 //
 //   waits for S, loads it; P = exp2(S - LSE), stored over S for dV += P^T dO
 //   waits for dP, loads it; dS = P (dP - delta), stored to shared memory for dQ and dK
@@ -50,13 +50,14 @@ struct ComputeRole {
   uint32_t slopes[has_slopes ? kHalf / 2 : 1];
   uint32_t kept[kFwd.dropout ? num_chunks : 1];  // what dropout keeps, a bit a query
 
-  // The queries of the half that see the thread's key.
+  // Which queries of the warpgroup's half see the thread's key under the band.
   FMHA_DEVICE Range seen_of(int32_t first_query) const {
     const Range seen = pairs.mask.queries(key, first_query);
     const int32_t end = key < work.keys.end ? min(seen.end, work.span.seqlen_q - first_query) : 0;
     return {max(seen.begin, 0), end};
   }
-  // Queries of the half that see the thread's key under masks, a bit each; without lists their range.
+  // Which queries of the half see the thread's key under masks, one bit each; in a kernel without lists, the band's
+  // range of queries.
   FMHA_DEVICE auto shown_of(const QueryBlock& block, int32_t first_query, Range seen, bool is_cut) const {
     if constexpr (!SeenKeys::has_tile_list) {
       return seen;
@@ -105,7 +106,7 @@ struct ComputeRole {
     }
   }
 
-  // A chunk of S or dP, which begins at `column`.
+  // Loads a chunk of S or dP from tensor memory; the chunk begins at `column`.
   FMHA_DEVICE void load(float (&x)[chunk], int column, int c) const {
     uint32_t words[chunk];
     ptx::tcgen05_ld(words, tmem + column + half * kHalf + c * chunk);
@@ -209,7 +210,7 @@ struct ComputeRole {
     }
   }
 
-  // `is_cut`: masks hide a pair of the block.
+  // Computes P and dS of one block. `is_cut`: the masks hide a pair of the block.
   FMHA_DEVICE void step(const QueryBlock& block, bool is_cut, const Slot<tile.stages_q>& slot, int32_t i) {
     const uint32_t phase = i & 1;
     const int32_t s = i % Tmem::s_slots;  // of S
@@ -256,8 +257,8 @@ struct ComputeRole {
     ptx::mbarrier_arrive_if(smem.q_empty[slot.index], signals);
   }
 
-  // K or V of the thread's key to tensor memory from column `to` on, two elements to a column: each warpgroup every
-  // second chunk. Zeros behind the sequence and the head.
+  // Copies K or V of the thread's key to tensor memory from column `to` on, two elements a column; each warpgroup
+  // copies every second chunk. Elements beyond the sequence and the head are zeros.
   template <int head_dim, bool in_columns>
   FMHA_DEVICE void store_operand(const View& view, int to) const {
     constexpr int elems = 8;  // of 16 bytes

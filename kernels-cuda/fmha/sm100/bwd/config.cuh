@@ -13,9 +13,9 @@ using mma::SmemTile;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// Keys of a CTA: the rows of a product.
+// Number of keys of a CTA, which are the rows of its products.
 constexpr int kBlock = mma::sm100::kRows;
-// Columns of tensor memory.
+// Number of columns of tensor memory.
 constexpr int kColumns = 512;
 
 // One warpgroup adds dQ to memory; two compute P and dS, each for half of a block's queries; the last one holds roles
@@ -36,8 +36,8 @@ struct Regs {
   static_assert(reduce + 2 * compute + other <= 512, "sm100: registers of all threads, within those of the launch");
 };
 
-// A head dimension as the tiles have it, of whole spans of 128 bytes: TMA fills with zeros what the tensor lacks. And
-// as products and tensor memory have it.
+// A head dimension as shared-memory tiles have it, in whole spans of 128 bytes; TMA writes zeros beyond the tensor. The
+// function below gives it as products and tensor memory have it.
 FMHA_DEVICE constexpr int tile_dim(int dim) { return round_up(dim, 64); }
 FMHA_DEVICE constexpr int product_dim(int dim) { return round_up(dim, 32); }
 
@@ -60,10 +60,10 @@ struct Shape {
   static constexpr int queries = is_wide ? 64 : kBlock;  // of a block
   static constexpr int half = queries / 2;               // queries of a block that one compute warpgroup has
   static constexpr bool in_two = is_wide && 2 * queries + dim_qk + dim_v > kColumns;
-  // Products of dQ. A wide head's is transposed: 128 elements of the head, a lane each, by 64 queries. The last 128
-  // elements may overlap the first.
+  // Number of products in which dQ is computed. A wide head's dQ is transposed: each product has 128 elements of the
+  // head, one a lane, by 64 queries. The last 128 elements may overlap the first.
   static constexpr int dq_parts = is_wide ? 2 : 1;
-  // Parity of the barriers of a step's part of dQ.
+  // Parity of a step's phase at the barriers of a part of dQ.
   FMHA_DEVICE static uint32_t dq_parity(int32_t step, int dq_part) { return (step * dq_parts + dq_part) & 1; }
   FMHA_DEVICE static constexpr int first_of(int dq_part) {
     return dq_part == 0 ? 0 : tile_dim(spec.fwd.head_dim_qk) - kBlock;
@@ -71,9 +71,9 @@ struct Shape {
 };
 
 // Columns of tensor memory. Lanes are keys; those of dQ are queries, or elements of a wide head. P lies over S in two
-// parts, each over the columns that its warpgroup has read; dQ lies over dP. dV alone has two places for S. What a wide
-// head leaves holds the operand A of dP, V, or where dV is alone that of S, K, two elements to a column: shared memory
-// has less to hold and to read.
+// parts, each over the columns that its warpgroup has read; dQ lies over dP. A CTA that computes only dV has two places
+// for S. Columns that a wide head leaves free hold an operand A, two elements a column, which saves room and reads of
+// shared memory: V for dP, or in a CTA of dV alone K for S.
 template <BwdSpec spec, Part part>
 struct TmemPlan {
   using Of = Shape<spec>;
@@ -104,7 +104,7 @@ struct DqSums {
   }
 };
 
-// K and V in shared memory, unless they are in tensor memory.
+// K and V in shared memory, where they are not in tensor memory.
 template <class Tile, bool there>
 struct KeysInSmem {
   Tile k;
@@ -120,7 +120,7 @@ struct ValuesInSmem<Tile, false> {};
 
 template <BwdSpec spec>
 using KeyTile = SmemTile<uint16_t, kBlock, tile_dim(spec.fwd.head_dim_qk)>;
-// A column-major V has tile rows of elements, with keys as columns.
+// Tile of V in shared memory. A column-major V has rows of elements, with keys as columns.
 template <BwdSpec spec>
 constexpr bool kColumnMajor = spec.fwd.v_layout == VLayout::ColMajor;
 template <BwdSpec spec, int dim_v = tile_dim(spec.fwd.head_dim_v)>

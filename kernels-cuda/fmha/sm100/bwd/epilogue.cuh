@@ -1,5 +1,5 @@
-// dV and dK of the CTA's keys, scaled, from tensor memory to memory: a compute warpgroup each, a thread a key. A CTA
-// that has one of them stores half of its columns by each.
+// Stores dV and dK of the CTA's keys, scaled, from tensor memory to memory. Each compute warpgroup stores one gradient,
+// a thread a key; in a CTA that has only one gradient, each stores half of its columns.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/tcgen05.cuh>
@@ -11,8 +11,8 @@
 
 namespace fmha::sm100::bwd {
 
-// Columns [first, end) of a row of a gradient of `dim` columns, whose sums are at `sums` in tensor memory; zeros where
-// there are none. By a whole warp. Whether they are finite.
+// Stores columns [first, end) of a row of a gradient of `dim` columns, whose sums are at `sums` in tensor memory, or
+// zeros where no query has added. A whole warp calls it. Returns whether all values are finite.
 template <BwdSpec spec, Sm100BwdTile tile, int dim, int first = 0, int end = product_dim(dim)>
 FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, bool has_sums, float factor, bool there) {
   constexpr int chunk = 32;
@@ -36,7 +36,7 @@ FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, boo
   return zero == 0.f;
 }
 
-// Half of a gradient's columns.
+// Stores half of a gradient's columns.
 template <BwdSpec spec, Sm100BwdTile tile, int dim>
 FMHA_DEVICE bool store_half(const View& view, int64_t at, uint32_t sums, bool has_sums, float factor, bool there,
                             int32_t half) {
@@ -81,8 +81,8 @@ FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile, part>& smem, ui
     const uint32_t found = __ballot_sync(ptx::kAllLanes, there && !finite);
     if (threadIdx.x % 32 == 0) smem.found[half][warp] = found;
     ptx::bar_sync<32 * kComputeWarps>(kComputeBarrier);
-    // The warps of dV, or of the first columns, recompute rows where anything is not finite: both gradients, or the
-    // CTA's own.
+    // Rows with a NaN or an infinity are recomputed by the warps that store dV, or the first columns: they recompute
+    // both gradients, or the one that the CTA has.
     constexpr KeyRow made = part == Part::All ? KeyRow::Both : part == Part::Dv ? KeyRow::Dv : KeyRow::Dk;
     uint32_t rows = half == 0 ? smem.found[0][warp] | smem.found[1][warp] : 0;
 #pragma unroll 1

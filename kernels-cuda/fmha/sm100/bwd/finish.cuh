@@ -1,4 +1,4 @@
-// dQ from sums in memory, to which CTAs of keys have added: scaled and rounded once.
+// Computes dQ from the f32 sums that CTAs of keys have added up in memory: scales each sum and rounds it once.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -9,7 +9,7 @@
 namespace fmha::sm100::bwd {
 
 // Scales and rounds two rows of a block from `two` on: eight lanes read four columns of both, which lie side by side,
-// so that a warp reads and writes whole 32 bytes. Which rows are not finite, a bit each.
+// so that a warp reads and writes whole 32 bytes. Returns a bit for each row that contains a NaN or an infinity.
 template <BwdSpec spec>
 FMHA_DEVICE uint32_t finish_rows(const BwdParams& p, const SeqSpan& span, const float* sums, int32_t i_head,
                                  int32_t first, int32_t two, int32_t num_rows) {
@@ -54,8 +54,8 @@ FMHA_DEVICE uint32_t finish_wide_rows(const BwdParams& p, const SeqSpan& span, c
   return rows;
 }
 
-// A CTA to a block of queries of a head, a warp to two rows at a time, or four of a wide head. Rows that a hidden NaN
-// or infinity has reached are computed again, under `masks` beside the band.
+// Finishes dQ. Each CTA has a block of queries of a head; a warp processes two rows at a time, or four of a wide head.
+// Rows that a hidden NaN or infinity has reached are recomputed, under `masks` and the band.
 template <BwdSpec spec, class Masks = NoMasks>
 FMHA_DEVICE void finish_dq(const BwdParams& p, const Masks& masks = {}) {
   using Sums = DqSums<spec>;

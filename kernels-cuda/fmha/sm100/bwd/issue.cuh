@@ -32,7 +32,7 @@ struct Issuer {
   using Instruction = mma::sm100::Instruction;
   static constexpr DType dtype = spec.fwd.dtype_qk;
   // Scores and dP read both operands along their rows, but a column-major V in shared memory is read across; dV and dK
-  // read B across its rows; dQ reads both operands across, of a wide head K's tile and dS, else dS and K's tile.
+  // read B across its rows; dQ reads both operands across, K's tile and dS for a wide head, otherwise dS and K's tile.
   static constexpr Instruction scores = {dtype, kBlock, Of::queries};
   static constexpr Instruction of_dp = {dtype, kBlock, Of::queries, false, false, !Tmem::has_v && kColumnMajor<spec>};
   static constexpr Instruction of_dv = {dtype, kBlock, Of::dim_v, false, true};
@@ -40,7 +40,7 @@ struct Issuer {
   static constexpr Instruction of_dq = {dtype, kBlock, Of::is_wide ? Of::queries : Of::dim_qk, false, true, true};
   static constexpr int inner_qk = round_up(spec.fwd.head_dim_qk, 16), inner_v = round_up(spec.fwd.head_dim_v, 16);
   FMHA_DEVICE static constexpr int steps_of(int inner) { return inner / mma::sm100::depth_of(dtype); }
-  // 128 columns of K's tile.
+  // A part of K's tile with 128 columns.
   using KeyPart = SmemTile<uint16_t, kBlock, kBlock>;
 
   Shared& smem;
@@ -53,13 +53,14 @@ struct Issuer {
   FMHA_DEVICE void commit(Barrier& barrier) const {
     if (issues) ptx::tcgen05_commit(barrier);
   }
-  // Fence after other warps have read or written tensor memory. Tiles that TMA has brought need the barrier alone.
+  // Waits at a barrier and issues the fence that is needed after other warps have read or written tensor memory. For
+  // tiles that TMA has loaded the barrier alone is enough.
   FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) const {
     ptx::mbarrier_wait_parity(barrier, parity);
     ptx::tcgen05_fence_after_thread_sync();
   }
 
-  // S^T of block `i`, the next one.
+  // Starts the product S^T of block `i`, the next one.
   FMHA_DEVICE void start_scores(int32_t i) {
     const int32_t slot = i % Tmem::s_slots;
     ptx::mbarrier_wait_parity(smem.q_full[next_q.index], next_q.phase);
@@ -76,7 +77,7 @@ struct Issuer {
     if constexpr (!has_dk(part)) commit(smem.q_empty[next_q.index]);
     next_q.advance();
   }
-  // dP^T of the next block.
+  // Starts the product dP^T of the next block.
   FMHA_DEVICE void start_dp() {
     ptx::mbarrier_wait_parity(smem.dout_full[next_dout.index], next_dout.phase);
     const auto& values = smem.dout[next_dout.index];

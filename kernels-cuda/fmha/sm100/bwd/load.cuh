@@ -1,10 +1,11 @@
-// The load role: one lane of a warp keeps TMA fed.
+// The load role: one lane of a warp issues all TMA loads.
 //
-//   K, Q(0), V, dO(0), then Q(i), dO(i) of each block of queries; K and V where they are in shared memory
+// Order of the loads: K, Q(0), V, dO(0), then Q(i), dO(i) of each block of queries; K and V only where they are in
+// shared memory.
 //
-// Rows behind a sequence that has others or nothing known behind it may hold anything, and 0 times NaN is NaN: of a
-// sequence's last block the whole warp writes zeros there before the block is announced. V's need none: they reach
-// the dP of their own keys alone.
+// Rows beyond a sequence may hold another sequence's data or anything, and 0 times NaN is NaN. In a sequence's last
+// block the whole warp therefore writes zeros to such rows before it announces the block. V's rows need no zeros: each
+// reaches only the dP of its own key.
 #pragma once
 #include <fmha/common/rows_behind.cuh>
 #include <fmha/common/zero_rows.cuh>
@@ -25,7 +26,7 @@ struct Loader {
   const int32_t lane = threadIdx.x % 32;
   uint32_t raw_phase = 0;
 
-  // `columns`: rows of the tile are elements of the tensor's.
+  // Loads a tile. `columns`: rows of the tile are elements of the tensor's rows.
   template <bool columns = false, class Tile>
   FMHA_DEVICE void start(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row, int32_t i_head,
                          ptx::CacheHint hint) const {
@@ -37,7 +38,7 @@ struct Loader {
     }
   }
 
-  // Loads a tile of which `there` rows are in the sequence; `full` counts `more` additional bytes.
+  // Loads a tile whose first `there` rows are in the sequence. The barrier `full` also expects `more` further bytes.
   template <class Tile>
   FMHA_DEVICE void load(const Tile& to, const TensorMap& map, Barrier& full, uint32_t more, int32_t i_batch, int32_t row,
                         int32_t i_head, int32_t there, ptx::CacheHint hint) {

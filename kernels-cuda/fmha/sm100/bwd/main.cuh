@@ -96,8 +96,8 @@ FMHA_DEVICE void main_of(const BwdParams& p, const Maps& maps, uint32_t i_cta, c
   }
 }
 
-// `seen`: which keys queries see (masked.cuh has those under masks). The CTAs of dV come behind those of dK and dQ,
-// which take longer.
+// The backward kernel. `seen` says which keys queries see (masked.cuh passes masks). The CTAs of dV are numbered behind
+// those of dK and dQ, which take longer and so start first.
 template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys = EveryKey>
 FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const SeenKeys& seen = {}) {
   static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && size_bytes(spec.fwd.dtype_qk) == 2, "sm100: one 16-bit type");

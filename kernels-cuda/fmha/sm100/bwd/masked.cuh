@@ -8,7 +8,7 @@ namespace fmha::sm100::bwd {
 
 template <BwdSpec spec, Sm100BwdTile tile, bool has_function>
 FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const MaskDataParams& masks, const TileList& list) {
-  // Masks may hide a NaN, for which a kernel whose spec has no mask does not test.
+  // Masks may hide a NaN. A kernel whose spec has no mask does not test for hidden NaNs.
   static_assert(spec.fwd.mask != MaskKind::Full, "sm100 backward: masks as data hide keys");
   static_assert(spec.fwd.code != CodeKind::Mask && spec.fwd.code != CodeKind::Both,
                 "sm100 backward: lists ask the mask");

@@ -1,5 +1,5 @@
-// The order in which blocks of keys add to dQ of a block of queries, in calls with ordered sums: that of
-// their launch, the first keys first. So a CTA waits only for CTAs of its head that were launched before it.
+// The order in which blocks of keys add to dQ of a block of queries, in calls with ordered sums: the order of their
+// launch, which begins with the first keys. So a CTA waits only for CTAs of its head that were launched before it.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/flag.cuh>
@@ -17,7 +17,8 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   return min(own, sinks) + of_band;
 }
 
-// Number of key blocks that add before the CTA to the block that `steps` gave last. A list has its own ranks.
+// Number of key blocks that add before this CTA to the query block that `steps` returned last. Lists of blocks store
+// this rank.
 template <int queries, class SeenKeys>
 FMHA_DEVICE int32_t position_of(const Work& work, const SeenKeys& seen, const QuerySteps<queries, SeenKeys>& steps,
                                 const QueryBlock& block) {
@@ -25,12 +26,13 @@ FMHA_DEVICE int32_t position_of(const Work& work, const SeenKeys& seen, const Qu
   else return position_at(work, block.first);
 }
 
-// Waits, in all threads of the reduce role, until the CTA may add to a block of queries; and releases the next CTA.
+// The place of a CTA in the order of additions: all threads of the reduce role wait until the CTA may add to a block of
+// queries, and afterwards release the next CTA.
 struct Turn {
   int32_t* const added;  // number of key blocks that have added
   static constexpr int kBarrier = 2, kThreads = 32 * kReduceWarps;
 
-  // Counter of a block of queries, where additions have an order: other calls have no counters.
+  // Counter of key blocks that have added to a query block. Only calls with ordered sums have counters.
   template <int queries>
   FMHA_DEVICE static Turn at(const BwdParams& p, const Work& work, const QueryBlock& block) {
     return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / queries};

@@ -1,5 +1,6 @@
-// The reduce role: a warpgroup adds each block's dQ, a thread a query, from tensor memory to sums in memory: in no
-// order, or in that of the blocks of keys. A wide head's dQ comes in two parts, transposed, a thread an element.
+// The reduce role: a warpgroup adds each block's dQ from tensor memory to sums in memory, one query a thread. Additions
+// have no order, or the order of the key blocks. A wide head's dQ comes in two parts, transposed, with one element of
+// the head a thread.
 #pragma once
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/tcgen05.cuh>
@@ -30,7 +31,7 @@ FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile, part>& smem, uint32
       if constexpr (spec.deterministic) {
         if (dq_part == 0) Turn::at<Of::queries>(p, work, block).wait(position_of(work, seen, blocks, block));
       }
-      // Elements that the first part has are not added again.
+      // The second part overlaps the first: elements that the first part has added are skipped.
       const int32_t element = Of::first_of(dq_part) + row;
       const bool there = Of::is_wide ? element >= dq_part * kBlock && element < Sums::dim : row < num_queries;
 #pragma unroll

@@ -9,7 +9,7 @@
 
 namespace fmha::sm100::bwd {
 
-// A block of queries.
+// A block of queries of one query head.
 struct QueryBlock {
   int32_t i_head, first;
 };
@@ -28,8 +28,8 @@ struct Work {
   }
 };
 
-// Order of the CTAs: blocks of keys, the first ones first, since a
-// causal mask shows them to most queries; in each block all heads.
+// Order of the CTAs: the first blocks of keys come first, since a causal mask shows them to most queries; for each
+// block all heads follow each other.
 template <BwdSpec spec, class SeenKeys>
 FMHA_DEVICE Work work_of(const BwdParams& p, uint32_t i_cta, const SeenKeys& seen) {
   constexpr int queries = Shape<spec>::queries;
@@ -61,8 +61,9 @@ FMHA_DEVICE Work work_of(const BwdParams& p, uint32_t i_cta, const SeenKeys& see
   return work;
 }
 
-// The blocks of queries of a CTA's steps, one query head after another: those of the band, or those that lists have
-// (shown_blocks.cuh): cut ones first in each head, or in calls with ordered sums from its last queries to its first.
+// The blocks of queries of a CTA's steps, one query head after another: those of the band, or those that lists name
+// (shown_blocks.cuh). In each head partly masked blocks come first; in calls with ordered sums blocks go from the last
+// queries to the first.
 template <int queries, class SeenKeys>
 struct QuerySteps {
   const Work& work;
@@ -82,8 +83,8 @@ struct QuerySteps {
       return {i_head, listed.block() * queries};
     }
   }
-  // Place in the list of a head's step `nth`. Tiles add with their keys ascending, so with their queries descending no
-  // tile begins at a block that the one before reaches last.
+  // Place in the list of a head's step `nth`. Tiles add in ascending order of keys and walk queries in descending
+  // order: so no tile begins at a block that the tile before it reaches last.
   FMHA_DEVICE int32_t place(int32_t nth) const {
     if constexpr (SeenKeys::is_ordered) return num - 1 - nth;
     return nth;
@@ -100,7 +101,7 @@ struct QuerySteps {
   }
 };
 
-// The masks of pairs, in the form in which recomputed rows evaluate them.
+// The masks of single pairs, in the form that the recomputation of rows takes.
 template <class SeenKeys>
 FMHA_DEVICE auto pair_masks(const SeenKeys& seen) {
   if constexpr (SeenKeys::has_tile_list) return seen.pairs;

@@ -1,4 +1,4 @@
-// Which columns of a thread's row are shown, a bit each.
+// Which columns of a thread's row are visible, one bit each.
 #pragma once
 #include <fmha/portable.h>
 

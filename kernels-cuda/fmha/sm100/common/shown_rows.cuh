@@ -11,7 +11,7 @@ struct ShownRows : ShownBlocks<has_function, has_order> {
   using Blocks = ShownBlocks<has_function, has_order>;
   using Blocks::pairs;
 
-  // The keys of a query, n from `first` on, that intervals show.
+  // Bits of the n keys from `first` on that intervals show to a query.
   template <int n>
   FMHA_DEVICE ShownColumns<n> keys_in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first) const {
     const MaskDataParams& m = pairs.masks.m;
@@ -37,8 +37,8 @@ struct ShownRows : ShownBlocks<has_function, has_order> {
       shown.words[w] = uint32_t(DataMasks::word(m.bits, span.storage_batch, head, row, min(first / 32 + w, last_word)));
     return shown;
   }
-  // The queries, n from `first` on, that see a key by intervals and bits. Rows of both masks are each query's own, so
-  // that a warp reads the same words. Queries beyond the sequence have the last one's answer.
+  // Bits of the n queries from `first` on that see a key by intervals and bits. Both masks are stored by query, so all
+  // lanes of a warp read the same words. Queries beyond the sequence are treated as the last one.
   template <int n>
   FMHA_DEVICE ShownColumns<n> queries_in_rows(const SeqSpan& span, int32_t i_head, int32_t key, int32_t first) const {
     const MaskDataParams& m = pairs.masks.m;
@@ -113,8 +113,8 @@ struct ShownRows : ShownBlocks<has_function, has_order> {
     __syncwarp();
   }
 
-  // Columns, n from `first` on, that are shown to a thread's row. The whole warp asks. Rows beyond the sequence have
-  // the last one's answer.
+  // Bits of the n columns from `first` on that are visible to a thread's row. The whole warp calls it. Rows beyond the
+  // sequence are treated as the last row.
   template <int n, bool of_keys>
   FMHA_DEVICE ShownColumns<n> columns(const SeqSpan& span, int32_t i_head, int32_t row, int32_t first) const {
     const MaskDataParams& m = pairs.masks.m;
@@ -133,7 +133,7 @@ struct ShownRows : ShownBlocks<has_function, has_order> {
     return shown;
   }
 
-  // -inf where the masks hide a key of a block from the thread's query `i`.
+  // Writes -inf where the masks hide a key of a block from the thread's query `i`.
   template <int n>
   FMHA_DEVICE void hide(float (&s)[n], const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
     const ShownColumns<n> shown = columns<n, false>(span, i_head, i, block_key);

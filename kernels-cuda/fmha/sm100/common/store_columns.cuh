@@ -1,11 +1,11 @@
-// A thread's columns of a row, from registers to memory.
+// Stores a thread's columns of a row from registers to memory.
 #pragma once
 #include <fmha/common/output_row.cuh>
 
 namespace fmha::sm100 {
 
-// Stores element `at` and the next ones, as many as `x` has and the row's `dims_left` allows: 16 bytes at a time
-// where `vector` is set, which then divide what is left.
+// Stores element `at` and the next ones, as many as `x` has and the row's `dims_left` allows: 16 bytes at a time where
+// `vector` is set; the rest of the row is then a multiple of 16 bytes.
 template <DType dtype, bool vector, int n>
 FMHA_DEVICE void store_columns(void* data, int64_t at, const float (&x)[n], int32_t dims_left, bool stored) {
   if constexpr (vector && dtype == DType::F32) {

@@ -1,11 +1,11 @@
-// Places of a tile's blocks of K or V, for the warps that bring them.
+// First keys of a tile's blocks of K or V, for the warps that load them.
 #pragma once
 #include <fmha/common/scheduler.cuh>
 #include <fmha/sm100/fwd/config.cuh>
 
 namespace fmha::sm100 {
 
-// Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
+// First keys of a tile's blocks, kept in registers, so that a load is issued as soon as its slot is released.
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 struct BlockKeys {
   int32_t i_head_kv, i_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
@@ -32,7 +32,7 @@ struct BlockKeys {
   }
   FMHA_DEVICE int32_t row(const SeenKeys& seen) const {
     const int32_t block = this->block(seen);
-    // A tile without keys has block -1: rows before the tensor, zeros.
+    // A tile without keys has block -1: rows before the tensor, which TMA reads as zeros.
     return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
   }
   // The batch coordinate of the maps: packed keys have one batch.

@@ -17,18 +17,18 @@ using mma::sm100::kRows;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// A CTA has one or two tiles of 128 queries. Each has a softmax warpgroup, whose threads have a row each; one more
-// corrects and stores every O; the last is four roles of a warp each.
+// A CTA has one or two tiles of 128 queries. Each tile has a softmax warpgroup, with one row a thread. One more
+// warpgroup rescales and stores O, and the last has four roles of one warp each.
 FMHA_DEVICE consteval int num_q_tiles(const Sm100Tile& tile) { return tile.block_m / kRows; }
 FMHA_DEVICE consteval int num_threads(const Sm100Tile& tile) { return kRows * (num_q_tiles(tile) + 2); }
 
-// Pairs of CTAs compute as one: pair.cuh.
+// Whether two CTAs compute as a pair (pair.cuh).
 FMHA_DEVICE consteval bool is_pair(const Sm100Tile& tile) { return tile.cluster == 2; }
-// Whether TMA brings blocks of keys from pages (common/pages_of_block.cuh).
+// Whether TMA loads blocks of keys from pages, a box a page (common/pages_of_block.cuh).
 FMHA_DEVICE consteval bool loads_pages(const Sm100Tile& tile) { return tile.page_keys > 0; }
 
-// MXFP8: FP8 elements with a power of two for each 32 (scales.cuh). NVFP4: pairs of E2M1, which tiles have as bytes of
-// FP8, with an E4M3 scale for each 16.
+// MXFP8: FP8 elements with a power of two for each 32 (scales.cuh). NVFP4: E2M1 elements, two to a byte in tiles, with
+// an E4M3 scale for each 16.
 FMHA_DEVICE consteval bool is_scaled(const Sm100Tile& tile) { return tile.scale_block > 0; }
 FMHA_DEVICE consteval bool has_pairs(const Sm100Tile& tile) { return tile.scale_block == 16; }
 // Whether pairs of V lie along its rows, while products read pairs of keys: transpose_pairs.cuh.
@@ -78,7 +78,7 @@ FMHA_DEVICE constexpr int num_load_arrivals() {
   if (tile.copy_bytes > 0) return CopyThreads<tile>::count;
   return is_scaled(tile) ? 2 : 1;  // one of TMA's bytes, one of their scales
 }
-// Whether the zero role brings scales, beside TMA.
+// Whether the zero role also loads scales, while TMA loads the elements.
 FMHA_DEVICE consteval bool has_scale_role(const Sm100Tile& tile) { return is_scaled(tile) && tile.copy_bytes == 0; }
 // Number of warps that load a tile's blocks of keys.
 FMHA_DEVICE consteval int num_load_warps(const Sm100Tile& tile) {
@@ -93,11 +93,12 @@ struct Maps {
   TensorMap q, k, v;
 };
 
-// Bytes of a row of Q and K where two elements share one: whole steps of a product.
+// Bytes of a row of Q and K where two elements share a byte, rounded up to whole steps of a product.
 FMHA_DEVICE constexpr int bytes_of_pairs(int dim) { return round_up(dim, 64) / 2; }
 
-// Tiles of scales: those of 128 queries or of a block's keys have a word for 128 elements of a row, of pairs for 64; a
-// block of V has one word for each element of its rows, of pairs one for 64 keys. P of pairs has a word for 64 keys.
+// Number of tiles of scales. A tile of scales of 128 queries, or of a block's keys, has one word for 128 elements of a
+// row, of E2M1 for 64. For V, each element of a row has one word for a block's keys, of E2M1 one for 64 keys. P of E2M1
+// has one word for 64 keys.
 template <FwdSpec spec, Sm100Tile tile>
 struct ScaleTiles {
   static constexpr int p = has_pairs(tile) ? tile.block_n / 64 : 1, columns = ceil_div(padded_dim(spec.head_dim_v), 128);
@@ -127,7 +128,7 @@ struct TmemPlan {
     return q_scales(num_q_tiles(tile)) + buffer * Tiles::qk * tile_columns;
   }
   FMHA_DEVICE static constexpr int v_scales(int buffer) { return k_scales(2) + buffer * Tiles::v * tile_columns; }
-  // P's scales of a query tile; beside pairs, of a score slot.
+  // Column of P's scales, of a query tile, or with E2M1 of a score slot.
   FMHA_DEVICE static constexpr int p_scales(int of) { return v_scales(2) + of * Tiles::p * tile_columns; }
 
   static_assert(p_columns <= tile.block_n, "P fits its S");
@@ -135,8 +136,8 @@ struct TmemPlan {
   static_assert(p_scales(has_pairs(tile) ? 2 : num_q_tiles(tile)) <= columns, "tensor memory holds S, O and scales");
 };
 
-// A score slot, and the parity of its barriers. Two query tiles have a slot each; a lone one takes them in turn, so
-// that one block's scores are computed under another's exponentials.
+// A score slot, and the parity of its barriers. Two query tiles have a slot each; a single tile uses them alternately,
+// so that one block's scores are computed under another's exponentials.
 template <int q_tiles>
 struct ScoreSlot {
   int32_t index = 0;
@@ -160,14 +161,14 @@ struct ScaleSlots<spec, tile, true> {
   using Tiles = ScaleTiles<spec, tile>;
   mma::sm100::ScaleTile q_scales[num_q_tiles(tile)][Tiles::qk];
   mma::sm100::ScaleTile kv_scales[tile.stages][max(Tiles::qk, Tiles::v)];
-  // Scales of P in pairs, by score slot. They are read before the slot's next scores are announced.
+  // Scales of P in E2M1, by score slot. The product has read them before the slot's next scores are announced.
   mma::sm100::ScaleTile p_scales[has_pairs(tile) ? 2 : 1][Tiles::p];
 };
 
 template <FwdSpec spec, Sm100Tile tile>
 struct Smem : ScaleSlots<spec, tile> {
   static constexpr int q_tiles = num_q_tiles(tile);
-  // Elements of a row; where pairs share bytes, bytes.
+  // Number of elements of a row in a tile; with E2M1 the number of bytes, which hold two each.
   static constexpr int dim_qk = has_pairs(tile) ? bytes_of_pairs(spec.head_dim_qk) : padded_dim(spec.head_dim_qk);
   static constexpr int dim_v = padded_dim(spec.head_dim_v), bytes_of_keys = tile.block_n / (has_pairs(tile) ? 2 : 1);
   // Whether products read V as [dim, keys].
@@ -231,7 +232,7 @@ struct BlockRange {
   int32_t begin, end;
   FMHA_DEVICE bool has(int32_t i) const { return begin <= i && i < end; }
 };
-// Blocks of a list (shown_blocks.cuh) follow no order that a band has: both query tiles compute all of them.
+// The blocks of a list (shown_blocks.cuh) need not be ordered like a band's, so both query tiles compute all of them.
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys = EveryKey>
 FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_tile) {
   BlockRange blocks = {0, work.num_blocks};
@@ -248,7 +249,7 @@ FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_til
   return blocks;
 }
 
-// Factor of FP8 scores besides the softmax scale.
+// Product of the descales of FP8 scores, by which the softmax scale is multiplied.
 template <FwdSpec spec>
 FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
   if constexpr (!is_fp8(spec.dtype_qk)) return 1.f;
@@ -256,19 +257,19 @@ FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
          scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f);
 }
 
-// The scale, in log2, of what the softmax takes: S, or the modified score.
+// Scale, in log2, of the softmax's input: S, or the modified score.
 template <FwdSpec spec>
 FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
   if constexpr (modifies_score(spec)) return kLog2E;
   // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for
-  // 0. The smallest normal number scales scores to nothing too (the host refuses the scales of bf16 that do not).
+  // 0. The smallest normal number takes every score to 0 too; the host refuses scales of bf16 for which it would not.
   return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)) * kLog2E, 1.17549435e-38f);
 }
 
-// Scale of P in pairs: the largest element times the largest scale, 2688, as its f32 exponent has it.
+// Scale of P in E2M1: the largest element times the largest scale, 2688, in the precision of its f32 exponent.
 constexpr float kLog2ScaleOfPairs = 11.392317771f, kScaleOfPairs = 2688.00073f;
 
-// P is scaled in the exponent: that of 8 bits to their range; that of bf16 to less (range.h).
+// Power of two by which P is scaled, in its exponent: 8-bit P to the type's range, bf16 by less (range.h).
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE constexpr float scale_of_p() {
   if constexpr (has_pairs(tile)) return kScaleOfPairs;
@@ -290,7 +291,7 @@ FMHA_DEVICE constexpr float log2_scale_of_p() {
   return log2_of_power(scale_of_p<spec, tile>());
 }
 
-// Keys of a block whose P is handed over first.
+// Number of keys of a block whose P is handed over first.
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE constexpr int first_part() { return has_pairs(tile) ? 64 : tile.block_n * 3 / 4 / 32 * 32; }
 

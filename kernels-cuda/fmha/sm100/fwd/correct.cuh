@@ -1,4 +1,4 @@
-// The correct role: a warpgroup multiplies O where a row's maximum has grown, and stores it at a tile's end; a thread
+// The correct role: a warpgroup rescales O where a row's maximum has grown, and stores O at a tile's end. Each thread
 // has a row of each query tile.
 //
 // The correction role also announces that O may be written: a tile's first P V waits until the O before is stored.
@@ -33,7 +33,7 @@ struct CorrectRole {
   uint32_t stats_phase[q_tiles] = {};
   uint32_t o_phase[q_tiles] = {};
 
-  // Message of the softmax role about this thread's row.
+  // Reads the softmax role's message about this thread's row.
   FMHA_DEVICE float take_stats(int q) {
     ptx::mbarrier_wait_parity(smem.stats_full[q], stats_phase[q]);
     stats_phase[q] ^= 1;
@@ -53,16 +53,18 @@ struct CorrectRole {
     arrive_at_leader_if<tile>(smem.p_full[q_tiles == 2 ? q : slot.index], signals);
   }
 
-  // O is left alone where no row of the warp has another maximum: a factor of 1 would not change it.
+  // Rescales O of query tile `q`. O is left alone where no row of the warp has a new maximum: a factor of 1 would not
+  // change it.
   FMHA_DEVICE void rescale(int q) {
     const float correction = take_stats(q);
     release_stats(q);
     if (!__any_sync(ptx::kAllLanes, correction != 1.f)) {
-      // Phases go on, waited for or not.
+      // The barrier's phase advances whether it is waited for or not, so the parity is counted here.
       if (q_tiles == 1) wait_output(q);
       return;
     }
-    // Two query tiles: the scores before these statistics were announced after the output that they wait for.
+    // With two query tiles no wait is needed: the scores of these statistics were announced after the output that would
+    // be waited for.
     if (q_tiles == 1) {
       wait_output(q);
     } else {
@@ -107,7 +109,7 @@ struct CorrectRole {
 #pragma unroll
         for (int q = 0; q < q_tiles; ++q) {
           if (!ptx::uniform(blocks[q].has(i))) continue;
-          // The first product overwrites O.
+          // The first product of a tile overwrites O, so nothing is rescaled before it.
           if (i > blocks[q].begin) rescale(q);
           release_output(q);
         }

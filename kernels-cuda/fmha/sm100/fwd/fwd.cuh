@@ -63,7 +63,7 @@ FMHA_DEVICE void leave() {
   if constexpr (is_pair(tile)) ptx::exit_thread();
 }
 
-// `seen`: which keys queries see (fwd_masked.cuh has those under masks). `scales`: scales of elements
+// The forward kernel. `seen` says which keys queries see (fwd_masked.cuh passes masks). `scales` are scales of elements
 // (fwd_scaled.cuh).
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys = EveryKey, class Scales = NoScales>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const SeenKeys& seen = {},
@@ -88,7 +88,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   const Role role = role_of<tile>(warp);
   if (threadIdx.x == 0) init_barriers(smem);
   if constexpr (whole_groups<tile>() && tile.copy_bytes == 0) {
-    // Rows that are left over are loaded by no box, and multiplied.
+    // Rows of a tile that no TMA box loads are set to zero, since the products read them.
     zero_rows(smem.q[0], rows_of_tile<tile>(p), threadIdx.x, num_threads(tile));
     ptx::fence_proxy_async();
   }
@@ -122,7 +122,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
         Issuer<spec, tile, SeenKeys> issuer{p, smem, tmem};
         issuer.run();
       }
-      // Every product is complete, since each O has been read, of either CTA.
+      // Waits until each O has been read, in either CTA: every product is complete then.
       ptx::mbarrier_wait_parity(smem.o_read, 0);
       ptx::tcgen05_fence_after_thread_sync();  // before the return
       ptx::tcgen05_dealloc<tile.cluster>(tmem, Tmem::columns);
@@ -149,7 +149,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
       zero_values<spec, tile>(smem);
     }
   }
-  // A CTA of a pair stays until the other's arrivals have come, and the products have read what it holds.
+  // A CTA of a pair waits here until the other's arrivals have come and the products have read its shared memory.
   if constexpr (is_pair(tile)) ptx::cluster_sync();
 }
 

@@ -1,12 +1,12 @@
-// The forward kernel under a tree mask. Its band has no upper end: what the tree hides is hidden in the blocks that
-// have some of the sequence's last keys, of which a thread's row has a bit each.
+// The forward kernel under a tree mask. Its band has no upper end: only blocks that contain some of the sequence's last
+// keys are masked by the tree, with one bit for each of these keys in a thread's row.
 #pragma once
 #include <fmha/common/tree_keys.cuh>
 #include <fmha/sm100/fwd/fwd.cuh>
 
 namespace fmha::sm100 {
 
-// A tree's keys, where a thread has one row of a tile.
+// Keys that a tree mask shows, where each thread has one row of a tile.
 struct TreeRows : TreeKeys {
   static constexpr bool has_tile_list = false;
   static constexpr bool of_last_keys = true;  // all keys before the sequence's last ones are seen
@@ -20,8 +20,8 @@ struct TreeRows : TreeKeys {
     return uint32_t((uint64_t(word(first + 1)) << 32 | word(first)) >> (at & 31));
   }
 
-  // -inf where the tree hides a key of a block from the thread's query `i`. Rows beyond the sequence have the answer of
-  // the last one.
+  // Writes -inf where the tree hides a key of a block from the thread's query `i`. Rows beyond the sequence are treated
+  // as the last row.
   template <int n>
   FMHA_DEVICE void hide(float (&s)[n], const SeqSpan& span, int32_t, int32_t i, int32_t block_key) const {
     const int64_t row = int64_t(span.storage_batch) * mask.rows + span.q_row + min(i, span.seqlen_q - 1);
@@ -40,7 +40,7 @@ struct TreeRows : TreeKeys {
 
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void fwd_tree(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const TreeMask& tree) {
-  // The tree may hide a NaN of V, and a kernel whose spec has no mask does not look for one.
+  // The tree may hide a NaN of V. A kernel whose spec has no mask does not test for hidden NaNs.
   static_assert(spec.mask != MaskKind::Full, "sm100: a tree hides keys");
   static_assert(!is_pair(tile), "sm100: a tree is of few rows");
   const TreeRows seen{{tree}};

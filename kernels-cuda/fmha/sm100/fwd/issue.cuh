@@ -32,7 +32,7 @@ struct Issuer {
   static constexpr Instruction output_instruction = {spec.dtype_v, kRows * tile.cluster, Shared::dim_v, false,
                                                     !Shared::v_columns};
 
-  // The blocks of the tile at work, one after another.
+  // Iterates over the key blocks of the current tile.
   struct Blocks {
     Slot<kWorkSlots> work;
     int32_t next = 0, count = 0;
@@ -52,11 +52,11 @@ struct Issuer {
   uint32_t q_phase = 1;
   ScoreSlot<q_tiles> output_slot[q_tiles] = {};
   int32_t scores_slot = 0;  // of a lone query tile
-  // Buffers of scales in tensor memory, and whether the block of V has its own there.
+  // Which buffer of scales in tensor memory is used next, and whether V's block has a buffer of its own.
   int32_t k_buffer = 0, v_buffer = 0;
   bool has_v_scales = false;
 
-  // The next tile's blocks; false: there is none.
+  // Begins the next tile's blocks; returns false if there is no tile.
   FMHA_DEVICE bool begin_tile(Blocks& blocks) const {
     ptx::mbarrier_wait_parity(smem.work_full[blocks.work.index], blocks.work.phase);
     const Work& work = smem.work[blocks.work.index];
@@ -70,7 +70,7 @@ struct Issuer {
     return blocks.count > 0;
   }
 
-  // Whether there is another block of scores.
+  // Whether there is another block whose scores are to be started.
   FMHA_DEVICE bool has_scores() {
     if (scores.next < scores.count || !more_scores) return more_scores;
     more_scores = begin_tile(scores);
@@ -79,7 +79,7 @@ struct Issuer {
     return more_scores;
   }
 
-  // S of query tile `q`, K in ring slot `k`.
+  // Starts the product S of query tile `q` with the block of K in ring slot `k`.
   FMHA_DEVICE void start_scores(int q, const Slot<tile.stages>& k) {
     const bool last_tile = q == q_tiles - 1;
     if (q == 0) {
@@ -117,19 +117,19 @@ struct Issuer {
     }
   }
 
-  // Brings tiles of scales to tensor memory.
+  // Copies tiles of scales to tensor memory.
   template <int tiles, class Slots>
   FMHA_DEVICE void start_copies(uint32_t to, const Slots& from) const {
 #pragma unroll
     for (int i = 0; i < tiles; ++i) mma::sm100::start_copy(to + i * Tmem::tile_columns, from[i]);
   }
 
-  // The steps [first, end) of a block's product with V.
+  // Starts the steps [first, end) of a block's product with V.
   template <int first, int end, class Values>
   FMHA_DEVICE void start_output_steps(int q, int32_t slot, uint32_t d, uint32_t a, const Values& values,
                                       bool accumulate) const {
     if constexpr (has_pairs(tile)) {
-      // P's scales have come with it.
+      // P's scales arrived together with P.
       const uint32_t of_p = tmem + Tmem::p_scales(slot);
 #pragma unroll
       for (int i = first; i < end; ++i) mma::sm100::start_copy(of_p + i * Tmem::tile_columns, smem.p_scales[slot][i]);
@@ -143,7 +143,7 @@ struct Issuer {
     }
   }
 
-  // O of query tile `q`, V in ring slot `v`.
+  // Starts the product that adds to O of query tile `q`, with the block of V in ring slot `v`.
   FMHA_DEVICE void start_output(int q, const Slot<tile.stages>& v) {
     const bool last_tile = q == q_tiles - 1, taken = output.of[q].has(output.next);
     if (taken) {

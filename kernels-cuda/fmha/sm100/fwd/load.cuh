@@ -25,7 +25,7 @@ struct ScaleReader;
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys, int blocks_ahead>
 struct ScaleRole;
 
-// `Scales`: scales of Q, K and V in memory, or `NoScales`.
+// The load role. `Scales`: scales of Q, K and V in memory, or `NoScales`.
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys, class Scales = NoScales>
 struct Loader {
   using Shared = Smem<spec, tile>;
@@ -48,7 +48,7 @@ struct Loader {
 
   static constexpr bool copies = tile.copy_bytes > 0, paged = loads_pages(tile);
   static constexpr int elems_of_byte = has_pairs(tile) ? 2 : 1;  // of those that tiles have as one
-  // Without pages a block is one box.
+  // Without pages one TMA box holds a block.
   using Pages = PagesOfBlock<tile.block_n, loads_pages(tile) ? tile.page_keys : tile.block_n>;
   // With pages a whole warp loads, of which one lane waits for the others and arrives.
   const bool leads = threadIdx.x % 32 == 0;
@@ -68,7 +68,7 @@ struct Loader {
   }
 
   using Reader = ScaleReader<spec, tile, SeenKeys>;
-  // Copies scales to a tile's place, `line_of(tile, l)` a line.
+  // Copies scales to a tile in shared memory; `line_of(tile, l)` returns line l.
   template <int tiles, class Slots, class LineOf>
   FMHA_DEVICE void copy_scales(const Slots& to, LineOf line_of) const {
 #pragma unroll 1
@@ -91,7 +91,7 @@ struct Loader {
     }
     copier.finish(smem.q_full[q]);
   }
-  // `columns`: the keys of a row lie side by side, [dim, keys].
+  // Copies a block. `columns`: the keys of a row are contiguous, as in [dim, keys].
   template <bool columns, bool values, class Tile>
   FMHA_DEVICE void copy_block(const Tile& to, const View& view, int32_t dim, Barrier& full, const Keys& keys) {
     using Elem = typename Tile::Elem;
@@ -151,10 +151,10 @@ struct Loader {
       }
       if (paged && !leads) continue;
       const LoadBarrier<tile, true> full(smem.q_full[q]);
-      // The box is lower where whole groups do not fill the tile.
+      // A box has fewer rows than the tile where whole groups of heads do not fill it.
       constexpr int row_bytes = Tile::num_chunks * Tile::span_bytes;
       full.arrive_expect_tx(whole_groups<tile>() ? rows_of_tile<tile>(p) * row_bytes : Tile::tile_bytes);
-      // Turned queries have a batch axis, packed ones too (query_offset).
+      // Queries whose axes are exchanged have a batch axis, also where they are packed (query_offset).
       const bool in_place = spec.q_layout == QLayout::Packed && p.q.batch == 0;
       const int32_t row = (in_place ? work.q_row : 0) + query_of<tile>(p, first_row_of<tile>(work, q));
 #pragma unroll
@@ -166,8 +166,8 @@ struct Loader {
     q_phase ^= 1;
   }
 
-  // A block of K or V whose first key is `row` and whose first element of each is `dim`. `columns`: the keys of a row
-  // lie side by side, [dim, keys].
+  // Loads a block of K or V whose first key is `row` and whose first element of each row is `dim`. `columns`: the keys
+  // of a row are contiguous, as in [dim, keys].
   template <bool columns, class Tile, class Full>
   FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, const Full& full, const Keys& keys, int32_t row,
                               int32_t dim, const Pages& pages) {
@@ -185,15 +185,15 @@ struct Loader {
     }
     ring.advance();
   }
-  // The pages of a block, if there are any: the table is read before the wait for the block's slot.
+  // The pages of a block, if keys lie in pages. The block table is read before the wait for the block's slot.
   FMHA_DEVICE Pages pages_of(const Keys& keys) const {
     if constexpr (paged) return Pages::find(p, keys.i_batch, keys.block(seen) * tile.block_n, keys.seqlen_k);
     else return {};
   }
-  // Which half of a block is this CTA's.
+  // Which half of a block this CTA of a pair loads.
   FMHA_DEVICE static int32_t half() { return is_pair(tile) ? cluster_rank<tile>() : 0; }
 
-  // The tile whose K comes next, and its Q.
+  // Begins the tile whose K is loaded next, and loads its Q.
   FMHA_DEVICE void begin_k() {
     ptx::mbarrier_wait_parity(smem.work_full[k_work.index], k_work.phase);
     const Work& work = smem.work[k_work.index];
@@ -201,8 +201,8 @@ struct Loader {
     k_work.advance();
     more = k.end > 0;
     if (!more) return;
-    // The next tile is taken some blocks before the end: earlier, the tile would be held while others idle; later,
-    // its planning would show.
+    // The next tile is taken some blocks before this one's end. If it were taken earlier, this CTA would hold a tile
+    // that an idle CTA could take; if later, the time to plan it would show.
     ask_at = max(k.end - 3, 1);
     load_q(work);
   }
@@ -241,7 +241,7 @@ struct Loader {
       load_block<false>(smem.kv[slot].v_rows(), maps.v, LoadBarrier<tile, false>(smem.kv_raw[slot]), v, v.row(seen), 0,
                         pages);
     } else {
-      // Pairs of E2M1 are finite, whatever they are.
+      // Elements of E2M1 have no NaN and no infinity, so none of V's rows need zeros.
       const bool raw = !has_pairs(tile) && v.next == 0 && v.first_dirty < tile.block_n;
       const int32_t row = v.row(seen) / elems_of_byte, dim = half() * Shared::own_dim_v;
       const Pages pages = pages_of(v);
@@ -258,11 +258,11 @@ struct Loader {
     ++v.next;
   }
   FMHA_DEVICE void tell_zero_role(int32_t slot, int32_t first_row) {
-    // The role that gathers scales visits the blocks itself.
+    // The role that gathers scales visits the tile's blocks itself, so nothing is to be told to it.
     if constexpr (has_scale_role(tile)) return;
     ptx::mbarrier_wait_parity(smem.zero_empty, zero_phase);
     zero_phase ^= 1;
-    // A lane that is late must not find the phase after its own.
+    // Keeps the lanes together: a lane that is late at a barrier could otherwise miss the phase.
     if constexpr (paged) __syncwarp();
     if (paged && !leads) return;
     smem.zero.slot = slot;
@@ -295,8 +295,8 @@ struct Loader {
 };
 
 // The zero role: V rows that are not the sequence's (padding, another sequence) may hold anything, NaN included, and
-// NaN times their P of 0 would be NaN in O. They stand in a tile's first block alone, which this warp zeroes before it
-// is announced.
+// NaN times their P of 0 would be NaN in O. Only a tile's first block has such rows; this warp zeroes them before it
+// announces the block.
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void zero_values(Smem<spec, tile>& smem) {
   using Shared = Smem<spec, tile>;

@@ -1,7 +1,7 @@
-// A finished row, from tensor memory to O and LSE; a thread a row.
+// Stores a finished row from tensor memory to O and LSE, one row a thread.
 //
-// Straight from registers: 16 bytes a store, a row's stores one after another, which the L2 joins to whole sectors.
-// Through shared memory and TMA the same bytes would cross shared memory twice, which the products have to share.
+// Rows are stored from registers, 16 bytes at a time; the L2 joins a row's stores to whole sectors. By TMA the bytes
+// would cross shared memory twice, whose bandwidth the products need.
 #pragma once
 #include <fmha/common/output_place.cuh>
 #include <fmha/ptx/tmem.cuh>
@@ -10,8 +10,8 @@
 
 namespace fmha::sm100 {
 
-// Row `row` of the sequence and head, whose O is at `o` in tensor memory. By a whole warp. `seen`: keys that queries
-// see, as a tile asks them. `scales`: scales of elements, of which O may leave f32 as of bf16.
+// Stores row `row` of the sequence and head, whose O is at `o` in tensor memory. A whole warp calls it. `seen` says
+// which keys queries see. `scales` are scales of elements; with them O may overflow f32, as with bf16.
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys, class Scales>
 FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
                            uint32_t o, const SeenKeys& seen, const Scales& scales) {
@@ -19,7 +19,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
   constexpr int dim = spec.head_dim_v, chunk = 32;
   const TileRow of_tile = tile_row<tile>(p, work, row, EveryKey{});
   const bool stored = of_tile.stored;
-  // P's scale is in the sum and in O.
+  // P was scaled, and so were the sum and O: this factor undoes it.
   constexpr float of_p = 1.f / scale_of_p<spec, tile>();
   const float scale_log2 = softmax_scale_log2<spec>(p, work);
   const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, scale_log2 * kLn2)};
@@ -45,7 +45,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
   }
   if constexpr (spec.write_lse) ptx::st_global_f32_if(of_tile.to.lse(p), result.lse, stored);
   if constexpr (may_be_non_finite) {
-    // A row without a key is to be 0, and is none if hidden values have reached it.
+    // A row without visible keys must be 0. It is recomputed if hidden values have reached it.
     const bool suspect = stored && is_nan(zero) && result.lse < infinity();
     __syncwarp();
     if (!__any_sync(ptx::kAllLanes, suspect)) return;

@@ -37,7 +37,7 @@ FMHA_DEVICE void arrive_release_at_leader_if(Barrier& barrier, bool condition) {
   }
 }
 
-// Waits at the leader for both CTAs.
+// Waits, in the leader, until both CTAs have arrived.
 template <Sm100Tile tile>
 FMHA_DEVICE void wait_for_pair(Barrier& barrier, uint32_t parity) {
   if constexpr (is_pair(tile)) {
@@ -47,7 +47,7 @@ FMHA_DEVICE void wait_for_pair(Barrier& barrier, uint32_t parity) {
   }
 }
 
-// An arrival at each CTA's barrier once the products issued so far are complete.
+// Makes the hardware arrive at each CTA's barrier once the products issued so far are complete.
 template <Sm100Tile tile>
 FMHA_DEVICE void commit(Barrier& barrier) {
   if constexpr (is_pair(tile)) {
@@ -57,7 +57,7 @@ FMHA_DEVICE void commit(Barrier& barrier) {
   }
 }
 
-// Barrier that TMA signals when a tile is there: the CTA's own, or the leader's.
+// Barrier at which TMA announces a tile: this CTA's own, or the leader's.
 template <Sm100Tile tile, bool at_leader>
 struct LoadBarrier {
   static constexpr bool pair = is_pair(tile) && at_leader;

@@ -88,12 +88,12 @@ struct SoftmaxRole {
     row_max = -infinity();
     row_sum = 0.f;
   }
-  // Whether the mask cuts a block for this warp. A tile without keys has block -1.
+  // Whether the mask hides a key of a block from some row of this warp. A tile without keys has block -1.
   FMHA_DEVICE bool is_edge(int32_t block) const {
     return (block + 1) * n > inside.end || (has_lo && block * n < inside.begin) || block < 0;
   }
 
-  // Returns the largest score, where the loads find it.
+  // Loads a row's scores. Returns the largest one on devices whose load instruction finds it.
   FMHA_DEVICE float load(float (&s)[n], int32_t slot_index) const {
     uint32_t words[num_chunks][chunk];
     float top[num_chunks];
@@ -143,14 +143,14 @@ struct SoftmaxRole {
       const Work& w = work();
       apply(Fragment{s, w, query, block}, [&](int) {
         const SeqSpan span = {w.i_batch, w.storage_batch, w.q_row, w.seqlen_q, w.k_row, w.seqlen_k};
-        // The product has its sign already.
+        // The sign of the scale is already in the product.
         const float scale = (spec.negative_scale ? -1.f : 1.f) * p.softmax_scale * descale_qk<spec>(p, w);
         return Score<spec>::of(p, span, query < w.seqlen_q ? i_head : 0, scale);
       });
     }
   }
 
-  // Hides what the row does not see of a block.
+  // Hides the keys of a block that the row does not see.
   FMHA_DEVICE void mask(float (&s)[n], int32_t block) const {
     const Work& w = work();
     const auto columns = mask_of<spec>(w, block < 0 ? -n : w.seqlen_k).columns(query, block * n);
@@ -164,8 +164,8 @@ struct SoftmaxRole {
     }
   }
 
-  // The largest of S and of the maximum so far; NaN, if one of them is, of which the polynomial would make a number.
-  // Four chains of two numbers a link: a single one would wait for itself.
+  // The largest of S and of the maximum so far; NaN, if one of them is, since the polynomial would turn a NaN into a
+  // number. Four independent chains of two numbers a step are used: a single chain would wait for its own results.
   FMHA_DEVICE float largest(const float (&s)[n]) const {
     float top[4] = {ptx::max3_nan(row_max, s[0], s[1]), ptx::max_nan(s[2], s[3]), ptx::max_nan(s[4], s[5]),
                     ptx::max_nan(s[6], s[7])};
@@ -174,7 +174,8 @@ struct SoftmaxRole {
     return ptx::max_nan(ptx::max3_nan(top[0], top[1], top[2]), top[3]);
   }
 
-  // Hands a row's correction, or at the tile's end its sum and maximum, to the correction warps' thread of that row.
+  // Hands a row's factor, or at the tile's end its sum and maximum, to the thread of the correction warps that has the
+  // row.
   FMHA_DEVICE void tell(float first, float second, bool both) {
     ptx::mbarrier_wait_parity(smem.stats_empty[q_tile], stats_phase);
     stats_phase ^= 1;
@@ -184,7 +185,7 @@ struct SoftmaxRole {
     ptx::mbarrier_arrive_if(smem.stats_full[q_tile], signals);
   }
 
-  // The sum of P, and of `before`. Four chains of pairs.
+  // Returns `before` plus the sum of P, in four independent chains of pairs.
   FMHA_DEVICE static float sum(const float (&s)[n], float before) {
     F32x2 chains[4] = {{before, 0.f}};
 #pragma unroll
@@ -193,8 +194,8 @@ struct SoftmaxRole {
     return total.low + total.high;
   }
 
-  // Zeros what dropout drops of a chunk of P. One call of the generator decides four keys; the calls are a loop, whose
-  // results are a bit a key: unrolled, they take the registers that P has.
+  // Sets the elements of a chunk of P that dropout drops to zero. One call of the generator decides four keys; the
+  // calls are a loop with one bit a key as result, since unrolled they would take P's registers.
   FMHA_DEVICE void drop(float (&s)[n], int first, int32_t block) const {
     const int32_t batch_head = head_of_whole(p, work().i_batch, i_head), first_quad = (block * n + first) / 4;
     uint32_t kept = 0;
@@ -212,7 +213,8 @@ struct SoftmaxRole {
     }
   }
 
-  // The last `tile.exp2_polynomial_pairs` of each 16 pairs of a chunk go to the multiply-add pipe, spread evenly.
+  // Whether a pair of a chunk goes to the multiply-add pipe: the last `tile.exp2_polynomial_pairs` of each 16 pairs,
+  // spread evenly.
   FMHA_DEVICE static constexpr bool on_fma_pipe(int pair) {
     constexpr int pairs = tile.exp2_polynomial_pairs;
     return (pair + 1) * pairs / 16 != pair * pairs / 16;
@@ -229,7 +231,8 @@ struct SoftmaxRole {
       s[e + 1] = y.high;
     }
   }
-  // Scales the numbers of two blocks of 16 keys to E2M1's range, and says by what: the largest / 6 of each, in E4M3.
+  // Scales two groups of 16 keys' numbers to E2M1's range, and returns their scales in E4M3: the largest number / 6 of
+  // each group.
   FMHA_DEVICE static uint32_t to_pairs(const float* s, float (&x)[chunk]) {
     float scales[2];
 #pragma unroll
@@ -242,7 +245,7 @@ struct SoftmaxRole {
     const uint32_t codes = ptx::cvt_rn_satfinite_x4<DType::E4m3Fn>(scales[0], scales[1], 0.f, 0.f);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      // A code's exponent and mantissa as f32 has them, whose exponents begin 120 lower.
+      // Converts a scale's exponent and mantissa to f32, whose exponent's bias is 120 larger.
       const uint32_t code = codes >> 8 * b & 0xff;
       const float factor = code == 0 ? 0.f : ptx::rcp_approx_ftz(float_of(code << 20) * float_of(247u << 23));
 #pragma unroll
@@ -250,7 +253,7 @@ struct SoftmaxRole {
     }
     return codes;
   }
-  // Half a word of P's scales, of a chunk's 32 keys.
+  // Stores half a word of P's scales, those of a chunk's 32 keys.
   FMHA_DEVICE void store_scales(int c, int32_t slot_index, uint32_t codes) const {
     const mma::sm100::ScaleTile& to = smem.p_scales[slot_index][c / 2];
     ptx::st_shared_u16(to.line(row_in_tile % 32) + row_in_tile / 32 * 4 + c % 2 * 2, uint16_t(codes));
@@ -278,7 +281,7 @@ struct SoftmaxRole {
   FMHA_DEVICE void hand_over(Barrier& barrier) const {
     ptx::tcgen05_wait_st();
     if constexpr (has_pairs(tile)) {
-      // One lane announces what all of its warp's have written.
+      // One lane arrives for all lanes of its warp, after a fence for what they have written.
       ptx::fence_proxy_async();
       __syncwarp();
     }
@@ -286,13 +289,13 @@ struct SoftmaxRole {
     arrive_at_leader_if<tile>(barrier, signals);
   }
 
-  // The i-th block of the tile.
+  // Number of the tile's i-th block.
   FMHA_DEVICE int32_t block_of(int32_t i) const {
     if constexpr (SeenKeys::has_tile_list) return seen.block_at(work(), i);
     else return block_at(work(), i);
   }
 
-  // The i-th block of the tile. `first`: none was before it.
+  // Processes the i-th block of the tile. `first`: it is the tile's first one.
   FMHA_DEVICE void step(int32_t i, int32_t slot_index, bool first) {
     const int32_t block = block_of(i);
     float s[n];
@@ -347,7 +350,7 @@ struct SoftmaxRole {
 
   FMHA_DEVICE void run() {
     if constexpr (is_scaled(tile) && !has_pairs(tile)) {
-      // P's scales are 1 of the type of powers of two; the first hand-over of P announces them.
+      // P's scales are 1, as a power of two in one byte. They are announced with the first hand-over of P.
       constexpr uint32_t one = 0x7f7f7f7f;
       const uint32_t ones[] = {one, one, one, one};
       ptx::tcgen05_st(tmem + Tmem::p_scales(q_tile), ones);

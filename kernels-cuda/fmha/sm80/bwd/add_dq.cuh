@@ -1,9 +1,9 @@
-// dQ in one pass: every CTA of keys adds its dS K to sums in memory, in no order, and a launch that follows scales
-// and rounds them.
+// Computes dQ in the pass that computes dK and dV: every CTA of keys adds its dS K to f32 sums in memory, in no order,
+// and a later launch scales and rounds the sums.
 //
-// A block's dS lies in shared memory as [keys, queries] for that product, whose rows are queries and whose inner
-// dimension are the CTA's keys: its warps have sixteen queries each and a part of the columns. The sums lie in the
-// order of the accumulators, so that the lanes of an addition have 128 bytes side by side.
+// For this product a block's dS lies in shared memory as [keys, queries]: the product's rows are queries, and its inner
+// dimension is the CTA's keys. Each warp has sixteen queries and a part of the columns. The sums lie in the order of
+// the accumulators, so that the lanes of an addition have 128 bytes side by side.
 #pragma once
 #include <fmha/common/finish_dq.cuh>
 #include <fmha/ptx/memory.cuh>
@@ -12,7 +12,7 @@
 
 namespace fmha::sm80::bwd {
 
-// Part of a block's dQ that one warp has.
+// The part of a block's dQ that one warp computes.
 template <BwdSpec spec, Sm80BwdTile tile>
 struct DqShape {
   static constexpr int rows = tile.columns, dim = padded_dim(spec.fwd.head_dim_qk);
@@ -23,7 +23,7 @@ struct DqShape {
   FMHA_DEVICE static float* block_of(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t first_query) {
     return p.dq_sums + stats_offset(p, span, i_head, first_query) * dim;
   }
-  // Offset of an element of a block from there on.
+  // Offset of an element of dQ from where its block's sums begin.
   FMHA_DEVICE static int32_t index_of(int32_t row, int32_t column) {
     const int32_t warp = column / n * row_groups + row / mma::kRows, within = column % n;
     const int32_t e = within / 8 * 4 + row / 8 % 2 * 2 + within % 2, lane = row % 8 * 4 + within % 8 / 2;
@@ -31,7 +31,7 @@ struct DqShape {
   }
 };
 
-// A warp's 16 keys of dS, or zeros.
+// Stores a warp's 16 keys of dS to shared memory, or zeros in their place.
 template <class Tile, class Operand>
 FMHA_DEVICE void put_ds(const Tile& tile, int32_t warp_row, const Operand* ds) {
   const int32_t row = warp_row + threadIdx.x % 32 / 4;

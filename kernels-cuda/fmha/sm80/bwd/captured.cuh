@@ -1,15 +1,15 @@
 // Gradients of captured tensors: a CTA owns a block of queries of a head, walks its keys, and adds to sums in memory
-// what each pair adds to the elements that its score reads. The price is the two products of the scores and of dP
-// once more.
+// what each pair adds to the elements that its score reads. It computes the products of S and dP a second time for
+// this.
 //
-// A thread keeps the sum of the element that it added to last: where a score reads one element of a head, memory sees
-// one addition a warp.
+// A thread keeps the sum of the element that it added to last in a register. If a score reads only one element per
+// head, a warp thus adds to memory once.
 #pragma once
 #include <fmha/sm80/bwd/owner.cuh>
 
 namespace fmha::sm80::bwd {
 
-// A thread's sums that are not in memory yet, one to each read of the score.
+// A thread's sums that it has not added to memory yet, one for each tensor element that the score reads.
 struct CapturedSums {
   static constexpr int32_t reads = code::kNumReads > 0 ? code::kNumReads : 1;
   float* sums;
@@ -31,7 +31,7 @@ struct CapturedSums {
     }
     sum[n] += gradient;
   }
-  // All lanes together.
+  // Adds the remaining sums to memory. All lanes of the warp call it together.
   FMHA_DEVICE void finish() {
 #pragma unroll
     for (int32_t n = 0; n < code::kNumReads; ++n) {

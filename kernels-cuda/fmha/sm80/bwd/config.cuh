@@ -29,7 +29,7 @@ FMHA_DEVICE consteval bool sums_dq(const Sm80BwdTile& tile) { return tile.sums =
 FMHA_DEVICE consteval bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk || adds_dq(tile); }
 FMHA_DEVICE consteval bool sums_dv(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dv || adds_dq(tile); }
 
-// Rows of Q or K, and of V or dO.
+// Tiles of a block of Q or K, and of V or dO, with `rows` rows.
 template <BwdSpec spec, int rows>
 using ScoreTile = SmemTile<uint16_t, rows, padded_dim(spec.fwd.head_dim_qk)>;
 template <BwdSpec spec, int rows>
@@ -41,7 +41,7 @@ using ValueTile = SmemTile<uint16_t, rows, padded_dim(spec.fwd.head_dim_v)>;
 
 namespace fmha::sm80::bwd {
 
-// Tiles of Q and dO, and of K and V: for the CTA's own rows, and for the blocks that it visits.
+// Tiles of Q and dO, and of K and V: for the rows that the CTA owns, and for the blocks that it walks.
 template <BwdSpec spec, Sm80BwdTile tile>
 struct Smem : SmemParts<spec, tile> {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);

@@ -1,6 +1,6 @@
-// dBias: a CTA owns a block of queries by a block of keys of one plane of the bias, and sums over the sequences and
-// heads that share it, in their order. So dBias has one order of sums too, whichever axes are broadcast; the price is
-// the two products of the scores and of dP once more.
+// Computes dBias. A CTA owns a block of queries by a block of keys of one plane of the bias, and sums over the
+// sequences and heads that share the plane, in their order. So the order of the sums is fixed, whichever axes are
+// broadcast. The products of S and dP are computed a second time for this.
 #pragma once
 #include <fmha/sm80/bwd/owner.cuh>
 
@@ -37,7 +37,7 @@ FMHA_DEVICE void bias_owner(const BwdParams& p, Smem<spec, tile>& smem, const Ke
       ptx::cp_async_wait_group<0>();
       __syncthreads();
       owner.add_gradient_of_scores(sum, block, OwnQueries<Fragment>::of(p, span, h, owner.first));
-      // The tiles have been read by all.
+      // Waits until all threads have read the tiles.
       __syncthreads();
     }
   }

@@ -7,8 +7,8 @@
 
 namespace fmha::sm80::bwd {
 
-// dQ of a block of queries of one head. CTAs are blocks of queries,
-// those with the most keys first, and in each block all heads.
+// Computes dQ of a block of queries of one head. The grid has a CTA for each block and head: blocks of queries with the
+// most keys first, and for each block all heads.
 template <BwdSpec spec, Sm80BwdTile tile, class Keys>
 FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, num_blocks = ceil_div(p.fwd.seqlen_q, tile.rows);
@@ -38,8 +38,8 @@ FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const K
   }
 }
 
-// dK and dV of a block of keys of one kv head, over all its query heads. CTAs are
-// blocks of keys, the first ones first, since a causal mask shows them to most queries.
+// Computes dK and dV of a block of keys of one kv head, over all its query heads. The grid has the first blocks of keys
+// first, since a causal mask shows them to most queries.
 template <BwdSpec spec, Sm80BwdTile tile, class Keys>
 FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv;
@@ -104,8 +104,8 @@ FMHA_DEVICE void main(const BwdParams& p, const Keys& masks = {}) {
   }
 }
 
-// dSink of a head, a CTA: its threads sum every so many queries of every sequence, then their sums are added in the
-// order of the threads, so that it has the same bits whenever it is computed.
+// Computes dSink of a head by one CTA. Each thread sums over every `threads`-th query of all sequences; then the
+// threads' sums are added in the threads' order, so that repeated runs give equal bits.
 template <BwdSpec spec>
 FMHA_DEVICE void dsink(const BwdParams& p) {
   __shared__ float sums[32];

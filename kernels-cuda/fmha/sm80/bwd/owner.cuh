@@ -1,8 +1,9 @@
-// Own rows of a CTA of the backward, and its walk over the blocks of the other side: their loads, and their shares in
-// the sums.
+// The rows that a CTA of the backward owns, and its walk over the blocks of the other operand (keys for owned queries,
+// queries for owned keys): how it loads the blocks and adds them to its sums.
 //
-// The blocks have a ring of `stages`: with two or more, the next one is copied while this one is computed with, and one
-// barrier a block says both that it is there and that the slot to be filled has been read.
+// The blocks lie in a ring of `stages` slots. With two or more, the next block is copied while the current one is used,
+// and one barrier a block says both that the block has arrived and that every thread has read the slot that is filled
+// next.
 #pragma once
 #include <fmha/blocks.h>
 #include <fmha/ptx/copy.cuh>
@@ -13,7 +14,7 @@
 
 namespace fmha::sm80::bwd {
 
-// LSE and delta of a fragment's queries, which are the thread's two rows: in registers.
+// LSE and delta of owned queries, in registers: each thread has the two rows of its fragment.
 template <class Fragment>
 struct OwnQueries {
   float of_lse_log2[2], of_delta[2];
@@ -44,7 +45,7 @@ struct OwnQueries {
   FMHA_DEVICE float lse_log2(int e) const { return of_lse_log2[Fragment::row(e)]; }
   FMHA_DEVICE float delta(int e) const { return of_delta[Fragment::row(e)]; }
 };
-// Numbers of the queries of a walked block, in shared memory.
+// LSE and delta of the queries of a walked block, in shared memory.
 template <class Fragment>
 struct WalkedQueries {
   const QueryStats<Fragment::columns>& stats;
@@ -102,8 +103,8 @@ struct Owner {
         to, data, [&](int32_t row) -> const uint16_t* { return first + row < end ? at + row * view.row : nullptr; },
         [](int32_t, int32_t column) { return elems_there<dim>(column); });
   }
-  // V whose keys lie side by side, [dim, keys], as rows of a tile: neighbouring threads have neighbouring keys, eight
-  // elements of each at a time. Waited for, unlike copies.
+  // Loads a V whose keys are contiguous, [dim, keys], as rows of a tile: neighbouring threads have neighbouring keys,
+  // eight elements of each at a time. The loads are ordinary ones, complete at the end, and no asynchronous copies.
   template <class Tile>
   FMHA_DEVICE void load_columns(const Tile& to, int32_t first) const {
     const View& view = p.fwd.v;
@@ -123,7 +124,7 @@ struct Owner {
       ptx::st_shared_v4(to.address() + fmha::mma::word_offset<Tile>(row, column), packed);
     }
   }
-  // Rows of V, or of dO where the other side is queries.
+  // Loads rows of V, or rows of dO where the walked blocks are queries.
   template <bool queries, class Tile>
   FMHA_DEVICE void load_value(const Tile& to, int32_t first) const {
     if constexpr (!queries && kFwd.v_layout == VLayout::ColMajor) {
@@ -154,7 +155,7 @@ struct Owner {
     }
   }
 
-  // Class of a block for the warp's rows, from its queries and keys.
+  // Class of a block for the warp's rows: all, some or none of its pairs are visible.
   FMHA_DEVICE BlockClass class_of(int32_t block) const {
     const int32_t begin = block * columns;
     const Range own = {first, first + mma::kRows}, other = {begin, begin + columns};
@@ -172,7 +173,7 @@ struct Owner {
     return of_band == BlockClass::Inside && !whole ? BlockClass::Edge : of_band;
   }
 
-  // Adds a block's share to the sums; and to dQ, by all warps together.
+  // Adds a block's contribution to the owned sums and, in a one-pass kernel, to dQ, by all warps together.
   template <class Queries>
   FMHA_DEVICE void add(int32_t slot, int32_t block, const Queries& queries) {
     const BlockClass kind = class_of(block);
@@ -217,7 +218,7 @@ struct Owner {
     }
   }
 
-  // Adds to `sum` the share of a block in slot 0 in the gradient of the scores as the softmax sees them.
+  // Adds to `sum` the contribution of the block in slot 0 to the gradient of the scores as the softmax takes them.
   template <class Queries>
   FMHA_DEVICE void add_gradient_of_scores(Fragment& sum, int32_t block, const Queries& queries) const {
     const BlockClass kind = class_of(block);
@@ -235,7 +236,7 @@ struct Owner {
     for (int e = 0; e < sum.num_elems; ++e) sum[e] += dp[0][e];
   }
 
-  // Adds to `sums` what a block contributes to the gradients of captured tensors.
+  // Adds to `sums` a block's contribution to the gradients of captured tensors.
   template <class Queries, class Sums>
   FMHA_DEVICE void add_captured(int32_t slot, int32_t block, const Queries& queries, Sums& sums) const {
     const BlockClass kind = class_of(block);
@@ -255,7 +256,7 @@ struct Owner {
     for (int e = 0; e < raw.num_elems; ++e) {
       const Pair at = P::pair_of(e, row, column);
       const float y = raw[e] * modifiers.scale, gradient = dp[0][e] * modifiers.slope_behind_functions(at, y);
-      // 0 times an infinite derivative is 0: a hidden pair has no part in any element.
+      // A hidden pair contributes nothing: without this test 0 times an infinite derivative would be NaN.
       if (dp[0][e] == 0.f) continue;
       static_cast<const Functions&>(modifiers).slopes(
           at, y, [&](int32_t n, int64_t element, float slope) { sums.add(n, element, gradient * slope); });
@@ -288,7 +289,8 @@ struct Owner {
         ptx::cp_async_commit_group();
       }
     }
-    // The last copies are waited for, although their data are not used.
+    // Waits for the last copies, although nothing uses their data: they must not write to shared memory after the CTA's
+    // end.
     ptx::cp_async_wait_group<0>();
   }
 };

@@ -1,4 +1,5 @@
-// P and dS of fragments of scores and dP: rows are the owner's, columns those of the visited block.
+// P and dS of fragments of S and dP: a fragment's rows are those that the CTA owns, its columns those of the walked
+// block.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/common/seen_keys.cuh>
@@ -23,14 +24,14 @@ struct Pairs : ScorePair<spec, tile> {
     return owns_queries(tile) ? Pair{row, column, rows, columns} : Pair{column, row, columns, rows};
   }
 
-  // The slopes of a block's scores, which dS is multiplied by on its way to the product: two to a register, but for
-  // those of a function beside f16, of which f16 would lack the range and bf16 the digits.
+  // Slopes of a block's scores, by which dS is multiplied before the product. They are packed in pairs, except those of
+  // a score function with f16 operands: f16 would lack their range, and bf16 their digits.
   static constexpr bool wide_slopes = Functions::in(kFwd) && kFwd.dtype_qk == DType::F16;
   struct Slopes {
     uint32_t pairs[has_slopes && !wide_slopes ? columns / 4 : 1];
     float wide[wide_slopes ? columns / 2 : 1];
   };
-  // Bits of the elements that dropout keeps.
+  // Which elements dropout keeps, one bit each.
   struct Kept {
     uint32_t words[kFwd.dropout ? ceil_div(columns / 2, 32) : 1];
     FMHA_DEVICE bool has(int e) const { return words[e / 32] >> e % 32 & 1; }
@@ -43,7 +44,7 @@ struct Pairs : ScorePair<spec, tile> {
 #pragma unroll
       for (int w = 0; w < ceil_div(columns / 2, 32); ++w) {
         uint32_t word = 0;
-        // One call at a time: all of a block's are more than the instruction cache next to the warp holds.
+        // One call of the generator at a time: unrolled over a block, the calls would not fit the instruction cache.
 #pragma unroll 1
         for (int e = 0; e < min(32, columns / 2 - 32 * w); ++e) {
           const Pair at = pair_of(32 * w + e, row, column);
@@ -55,7 +56,7 @@ struct Pairs : ScorePair<spec, tile> {
     return kept;
   }
 
-  // Converts S of the block to P for `queries`. Hidden pairs become 0 if the block is an `edge`.
+  // Converts the scores of a block to P. Hidden pairs become 0 if the block is an `edge`, that is, partly masked.
   template <class Queries>
   FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column, bool edge,
                                 const Queries& queries) const {
@@ -98,7 +99,7 @@ struct Pairs : ScorePair<spec, tile> {
     }
   }
 
-  // P as dV sees it: after dropout.
+  // The P that dV takes: after dropout.
   FMHA_DEVICE Fragment dropped(const Fragment& probs, const Kept& kept) const {
     Fragment x;
 #pragma unroll
@@ -106,7 +107,8 @@ struct Pairs : ScorePair<spec, tile> {
     return x;
   }
 
-  // dP to dS: the gradient of scale * Q K^T, or, not `through_map`, of the score that the softmax sees.
+  // Converts dP to dS: with `through_map` the gradient of scale * Q K^T, otherwise the gradient of the score that the
+  // softmax takes.
   template <bool through_map, class Queries>
   FMHA_DEVICE void differentiate(Fragment& dp, const Fragment& probs, const Slopes& slopes, const Kept& kept, int32_t i_head,
                                  int32_t row, int32_t column, bool edge, const Queries& queries) const {
@@ -130,7 +132,7 @@ struct Pairs : ScorePair<spec, tile> {
         dp[e + 1] *= high;
       }
     }
-    // 0 times a hidden NaN is NaN.
+    // Hidden elements of dP are set to 0, since 0 times a hidden NaN is NaN.
     if (edge) hide(dp, i_head, row, column);
   }
 };

@@ -7,7 +7,7 @@
 
 namespace fmha::sm80::bwd {
 
-// The spec under which the gradient, with rows of `dim`, is stored like O.
+// The spec with which a gradient with rows of `dim` elements is stored, as if it were an O.
 template <BwdSpec spec, int dim>
 FMHA_DEVICE constexpr FwdSpec as_output() {
   FwdSpec output = spec.fwd;
@@ -16,8 +16,8 @@ FMHA_DEVICE constexpr FwdSpec as_output() {
   return output;
 }
 
-// `row_at(row)` is where a row of the fragment begins, `is_there(row)` whether its sequence has it. Returns whether a
-// row of the thread's two is not finite, a bit each.
+// Stores the warp's rows of a gradient. `row_at(row)` is the address of a row, and `is_there(row)` says whether the
+// sequence has it. Returns a bit for each of the thread's two rows that contains a NaN or an infinity.
 template <BwdSpec spec, Sm80BwdTile tile, int dim, int n, class RowAt, class IsThere>
 FMHA_DEVICE uint32_t store_gradient(const View& view, const mma::Accumulator<n>& x, float factor, RowAt row_at, IsThere is_there) {
   constexpr FwdSpec output = as_output<spec, dim>();
@@ -37,8 +37,8 @@ FMHA_DEVICE uint32_t store_gradient(const View& view, const mma::Accumulator<n>&
   return found;
 }
 
-// Calls `again(row)` with the whole warp for each of its 16 rows that a lane has marked as not finite in `found`, as
-// `store_gradient` returns it.
+// Calls `again(row)` by the whole warp for each of its 16 rows that a lane has marked in `found` as not finite.
+// `store_gradient` returns `found`.
 template <class Again>
 FMHA_DEVICE void for_each_found(uint32_t found, Again again) {
   __syncwarp();

@@ -1,9 +1,8 @@
 // Loads by cp.async: every thread of the CTA copies its share of a tile, 16 bytes at a time where strides and addresses
 // allow it.
 //
-// Threads walk a tile in the order in which it lies in shared memory, so that eight neighbours write 128 bytes side
-// by side: no bank is written twice. A span of the swizzle, 32 to 128 bytes, is also what they read side by side of a
-// row.
+// Threads walk a tile in the order of its bytes in shared memory, so that eight neighbours write 128 contiguous bytes
+// without bank conflicts. From a row they read contiguous spans of the swizzle, 32 to 128 bytes.
 #pragma once
 #include <fmha/cache_rows.h>
 #include <fmha/common/widen.cuh>
@@ -17,7 +16,7 @@ constexpr int kWord = 8;  // elements of 16 bits in 16 bytes
 template <class Elem>
 constexpr int kWordOf = 16 / int(sizeof(Elem));
 
-// Sixteen bytes of elements that are found one by one.
+// Gathers sixteen bytes of elements whose addresses are computed one by one.
 template <class Elem, class ElemAt>
 FMHA_DEVICE void gather_word(uint32_t (&words)[4], ElemAt elem_at) {
   constexpr int in_register = 4 / sizeof(Elem);
@@ -29,8 +28,8 @@ FMHA_DEVICE void gather_word(uint32_t (&words)[4], ElemAt elem_at) {
   }
 }
 
-// Copies one word of a row: its first `there` elements from `from` on, then zeros. `any` is an address that may be
-// named where nothing is read. Fewer than 4 bytes at a time are read element by element.
+// Copies one word of a row: its first `there` elements from `from` on, then zeros. `any` is a valid address, which the
+// instruction needs where it reads nothing. Fewer than 4 bytes at a time are read element by element.
 template <int bytes, class Elem>
 FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const void* any) {
   constexpr int size = sizeof(Elem), all = kWordOf<Elem>;
@@ -48,8 +47,8 @@ FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const v
   }
 }
 
-// Copies a tile without waiting for it. Row r's elements are at `row_of(r)` (null: zeros), and of the sixteen bytes
-// from a column on `there_of(r, column)` exist.
+// Starts copies of a tile, and does not wait. `row_of(r)` is where row r begins (null: zeros), and `there_of(r,
+// column)` says how many of the sixteen bytes from a column on exist.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   using Elem = typename Tile::Elem;
@@ -71,7 +70,7 @@ FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, Ther
   }
 }
 
-// Copies row by row and in little code: for the few blocks that are not whole.
+// Copies row by row, in few instructions, for the few blocks that are not whole.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_rows(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   constexpr int word_elems = kWordOf<typename Tile::Elem>, words = Tile::dim / word_elems;
@@ -121,9 +120,8 @@ FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf ro
   copy_tile<bytes, threads>(tile, any, [&](int32_t row) { return rows[(row - first_row) / step]; }, there_of);
 }
 
-// Rows of FP8 in shared memory, sixteen bytes after sixteen bytes as in memory, but exchanged within a row so that
-// neither lanes that read eight neighbouring keys nor lanes that read every second one, as fragments want them, meet
-// in a bank.
+// Rows of FP8 elements in shared memory, in words of sixteen bytes. Words are exchanged within a row so that no bank
+// conflict arises, whether lanes read eight neighbouring keys or every second key, as fragments do.
 template <int num_rows, int num_bytes>
 struct alignas(16) RawTile {
   static constexpr int rows = num_rows, row_bytes = num_bytes, words = num_bytes / 16;
@@ -131,8 +129,8 @@ struct alignas(16) RawTile {
   uint8_t elems[num_rows][num_bytes];
   FMHA_DEVICE uint32_t word_address(int32_t row, int32_t word) const {
     if constexpr (words == 4) {
-      // Two rows a line of 128 bytes. Eight rows' words of one column lie in different banks, and so do two columns'
-      // of four even rows, which are what products read at a time.
+      // Two rows share a line of 128 bytes. The exchange puts words of one column of eight rows, and words of two
+      // columns of four even rows, into different banks: products read such sets at a time.
       const int32_t line = row / 2, exchanged = (line & 3) | (line & 1) << 2;
       return ptx::shared_address(this) + line * 128 + ((row % 2 * 4 + word) ^ exchanged) * 16;
     }
@@ -142,7 +140,7 @@ struct alignas(16) RawTile {
 };
 
 // Rows of bytes of a latent cache in shared memory: each row's bytes, then its scales. Neighbouring rows are an odd
-// number of sixteen bytes apart, so that their words lie in different banks.
+// number of sixteen bytes apart, so that equal columns of them lie in different banks.
 template <int num_rows, int num_bytes>
 struct alignas(16) BytesTile {
   using Format = RowFormat<num_bytes>;
@@ -160,7 +158,7 @@ FMHA_DEVICE void copy_rows_of_bytes(const Rows& rows, const void* any, RowOf row
   using Format = typename Rows::Format;
   constexpr int words = Format::stride / 16;
   const int32_t lane = threadIdx.x % 32;
-  // Unrolled over all rows, the copies of a block push other code from the instruction cache.
+  // Unrolling over all rows would push other code out of the instruction cache.
 #pragma unroll 4
   for (int32_t row = threadIdx.x / 32; row < Rows::rows; row += threads / 32) {
     const BytesOfRow from = row_of(row);
@@ -172,7 +170,7 @@ FMHA_DEVICE void copy_rows_of_bytes(const Rows& rows, const void* any, RowOf row
       if (word < words) ptx::cp_async<16>(to + 16 * word, there ? from.row + 16 * word : any, there ? 16 : 0);
     }
     if constexpr (Format::in_page_tail) {
-      // Lanes behind the row's last word.
+      // The last lanes copy the row's scales, which stand behind the row's last word.
       if (lane == 31) ptx::cp_async<8>(to + Format::stride, there ? from.scales : any, there ? 8 : 0);
     }
   }
@@ -240,7 +238,7 @@ FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
   }
 }
 
-// Copies row by row and in little code: for the few blocks that are not whole.
+// Copies row by row, in few instructions, for the few blocks that are not whole.
 template <int bytes, int dim, int threads, class Raw, class RowOf>
 FMHA_DEVICE void copy_raw_rows(const Raw& tile, const void* any, RowOf row_of) {
   constexpr int all = Raw::rows * Raw::words;
@@ -318,7 +316,7 @@ FMHA_DEVICE void widen_odd_tile(const Tile& tile, float descale, RowOf row_of, T
   }
 }
 
-// Number of elements that a row of `dim` has in the sixteen bytes from `column` on.
+// Number of elements that a row of `dim` elements has in the sixteen bytes from `column` on.
 template <int dim, class Elem = uint16_t>
 FMHA_DEVICE int32_t elems_there(int32_t column) {
   constexpr int all = kWordOf<Elem>;

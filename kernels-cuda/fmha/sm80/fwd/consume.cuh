@@ -28,7 +28,7 @@ struct Consumer {
   const int32_t warp = threadIdx.x / 32, warp_row = warp / tile.value_parts * warp_rows(tile), first_row = work.first_row + warp_row;
   const int32_t part = warp % tile.value_parts;  // of O's columns
   const int32_t first_query = query_of<tile>(p, first_row), last_query = query_of<tile>(p, first_row + warp_rows(tile) - 1);
-  // Factor of FP8 scores.
+  // Descale by which FP8 scores are multiplied.
   const float descale = is_fp8(spec.dtype_qk) ? scalar_of(p.descale_q, work.i_batch, work.i_head_kv, 1.f) * scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f) : 1.f;
   const ScoreModifiers modifiers = {p, fabsf(descale)};
   const float scale_log2 = modifiers.scale_log2();
@@ -104,7 +104,7 @@ struct Consumer {
     return edge;
   }
 
-  // -inf where the mask hides a key from the thread's two rows.
+  // Writes -inf where the mask hides a key from one of the thread's two rows.
   FMHA_DEVICE void mask(Scores& s, int32_t first_row_of_two, int32_t block) const {
     const int32_t first_key = block * n + fmha::mma::fragment_column();
     int32_t end[2], begin[2];
@@ -135,7 +135,7 @@ struct Consumer {
     }
   }
 
-  // Which of the scores dropout zeros.
+  // Tells which of the scores dropout sets to zero.
   FMHA_DEVICE DroppedBits<n> dropped_of(int m, int32_t block) {
     int32_t i[2], batch_head[2];
 #pragma unroll
@@ -150,7 +150,7 @@ struct Consumer {
     return dropped;
   }
 
-  // Packs P of sixteen rows. An 8-bit P has its dropout applied before.
+  // Packs P of sixteen rows. With 8-bit P dropout has been applied before.
   FMHA_DEVICE void take_probs(int m, Scores& s, int32_t block) {
     if constexpr (is_fp8(spec.dtype_v)) {
       if constexpr (spec.dropout) dropped_of(m, block).drop(s);

@@ -22,7 +22,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
   const Work& work = consumer.work;
   const float scale_log2 = consumer.scale_log2, offset_log2 = consumer.modifiers.offset_log2();
   const int32_t quad_lane = threadIdx.x % 4, first_column = consumer.part * Consumer<spec, tile, Keys>::Output::columns;
-  // Spec for the stores: a row ends with the part's columns.
+  // The spec with which a part of O's columns is stored: a row ends with the part's last column.
   constexpr FwdSpec output = spec_of_part<spec, tile>();
   bool suspect[m_tiles(tile)][2];
 #pragma unroll
@@ -47,7 +47,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       if constexpr (spec.write_lse) ptx::st_global_f32_if(row.to.lse(p), end.result.lse, row.stored && quad_lane == 0);
     }
   }
-  // A recomputed row is written completely, after all its parts.
+  // A row that is recomputed gets all its columns from one warp, so that warp waits until all warps have stored theirs.
   if constexpr (tile.value_parts > 1) {
     __syncthreads();
   } else {
@@ -57,7 +57,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
   for (int m = 0; m < m_tiles(tile); ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Any of a row's four lanes may have found a non-finite value.
+      // A row is recomputed if any of its four lanes has found a NaN or an infinity.
       const bool found = quad_reduce(suspect[m][r] ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
       if constexpr (leaves_rows_to_fold<tile, Keys>()) {
         const TileRow row = tile_row<tile>(p, work, consumer.row(m) + 8 * r, consumer.keys);

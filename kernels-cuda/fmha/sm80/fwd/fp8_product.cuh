@@ -2,9 +2,9 @@
 // elements are widened in registers, on their way into fragments, once for all rows, and no wide copy of a block is
 // written or read.
 //
-// Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column
-// of B may be any of O's, to the end, where a lane has 32 or 16 of a row side by side (store_lane_rows). `unit`:
-// factors are 1.
+// Every product sums the same terms in the same order as a product of a widened block, so the result has equal bits.
+// The columns of B are permuted so that a lane ends with 32 or 16 contiguous elements of a row of O (store_lane_rows).
+// `unit`: the descales are 1.
 #pragma once
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/shared.cuh>
@@ -12,11 +12,12 @@
 
 namespace fmha::sm80 {
 
-// Steps of a product that are unrolled: what widens 32 keys and 128 dimensions takes some 16 KB of code, and several
-// warps of a multiprocessor, each at a place of its own, are to find it in the instruction cache.
+// How many steps of a product are unrolled. Code for 32 keys and 128 dimensions takes some 16 KB, and the warps of a
+// multiprocessor, each at another place of the code, share one instruction cache.
 FMHA_DEVICE constexpr int unrolled_steps(int keys) { return keys > 32 ? 2 : 8; }
 
-// s = Q K^T, K raw: lane l reads elements 2 (l % 4) and the next of key 8 g + l / 4, and those eight further on.
+// Computes s = Q K^T with K as stored, in FP8: lane l reads elements 2 (l % 4) and the next of key 8 g + l / 4, and
+// those eight further on.
 template <FwdSpec spec, Sm80Tile tile, bool unit, class QTile, class Raw, int n, int sixteens>
 FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile& q, const Raw& k, float descale) {
   constexpr int steps = QTile::dim / mma::kDepth<uint16_t>;
@@ -40,7 +41,7 @@ FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile
   }
 }
 
-// Elements of V's rows that a warp's loads take at a time, an eighth of them a lane.
+// Number of elements of V's rows that a warp loads at a time; each lane has an eighth of them.
 FMHA_DEVICE constexpr int raw_span(int columns) { return columns % 128 == 0 ? 128 : 64; }
 
 // o += P V, V raw: lane l reads of every span, at its (l / 4)-th eighth, the four keys that fragments want of it.
@@ -51,7 +52,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
   constexpr int span = raw_span(n), own = span / 8;  // bytes of a lane
   constexpr int steps = depth / mma::kDepth<uint16_t>;
   const int32_t key = threadIdx.x % 4 * 2, byte = threadIdx.x % 32 / 4 * own;
-  // P of the next steps, the next one first: registers cannot be indexed.
+  // P of this step and the next ones, shifted by one each step: an array of registers cannot be indexed by a variable.
   uint32_t a_of[steps][sixteens][4];
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
@@ -105,7 +106,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
   }
 }
 
-// Part of a row of O that a lane has: a quarter of every span, the (l % 4)-th.
+// The part of a row of O that a lane has: of every span the (l % 4)-th quarter.
 template <FwdSpec spec, bool vectors, int n>
 FMHA_DEVICE void store_lane_rows(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   constexpr int span = raw_span(n), eighth = span / 8;

@@ -25,11 +25,10 @@ namespace fmha::sm80 {
 // Fewest keys of a part for which loads of K and V alternate.
 constexpr int32_t kLongPart = 1024;
 
-// Walks the tile's blocks of keys with each load written once: the loop's first passes only load. A short query's
-// kernel is read from memory once for some blocks, and so counts by its length. A slot is loaded again as soon as its
-// product is computed, so that all but one are under way; in a long part V comes behind K, since memory is full of
-// loads then, and faster with one stream a CTA. `unit`: the factors of a K and V that the products read as they lie
-// are 1.
+// Walks the tile's blocks of keys with each load written once: the loop's first passes only load. A kernel for short
+// queries runs few blocks, so the time to fetch its code counts, and the code is short. A slot is loaded again as soon
+// as its product is computed, so that loads fill all slots but one. In a long part K and V are loaded one after the
+// other: memory is busy then, and faster with one stream a CTA. `unit`: the descales of an unconverted K and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
                                      const Work& work) {
@@ -86,7 +85,7 @@ template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   if constexpr (tile.stages == 1 && Loader<spec, tile, Keys>::has_few_warps) return walk_in_little_code<true>(loader, consumer, work);
   auto& blocks = loader.smem;
-  // Groups of copies are Q with K(0), V(0), K(1), V(1), ... This many may be under way when one is waited for.
+  // Copies are committed in groups: Q with K(0), V(0), K(1), V(1), ... This many groups may be unfinished after a wait.
   constexpr int under_way = 2 * (tile.stages - 1);
   loader.load_q();
   typename Loader<spec, tile, Keys>::KeyRows keys = {};
@@ -119,7 +118,7 @@ FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, til
   }
 }
 
-// Loads Q, and the first blocks of an FP8 cache, one per slot: one group each for K and V.
+// Loads Q, and the first blocks of an FP8 cache, one block a slot. K and V of a block are one group of copies each.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void load_first_raw(const Loader<spec, tile, Keys>& loader, const Work& work) {
   loader.load_q();
@@ -299,7 +298,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
   static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
   static_assert(tile.value_parts == 1 || spec.head_dim_v % (64 * tile.value_parts) == 0, "sm80: parts of O are whole spans");
-  // The merge's CTAs start when these end, and wait for all of them.
+  // Lets the merge's grid start: its CTAs wait until all CTAs of this grid have ended.
   if constexpr (tile.launches_merge) ptx::launch_dependents();
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
@@ -310,7 +309,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
       const Work work = share.next();
       if (work.num_blocks == 0) continue;
       attend(p, work, smem, keys);
-      // Q and the blocks of the part before have been read.
+      // Waits until every thread has read Q and the blocks of the part before.
       __syncthreads();
     }
   } else {

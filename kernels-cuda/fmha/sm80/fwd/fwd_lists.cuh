@@ -1,16 +1,16 @@
 // The forward kernel over lists of keys. A tile has query heads of one token and kv head, whose list is the keys that
-// it walks; each block's rows of K and V are gathered from where the list says. What is absent, and what the band
-// hides, comes as zeros and is hidden.
+// it walks; each block's rows of K and V are gathered from where the list says. Keys that are absent, or outside the
+// band, are loaded as zeros and hidden.
 //
-// Tiles of a token are neighbours, so that their gathers meet in the L2. Long lists of few tokens are cut into parts
-// of `split_keys` entries; every part of every token writes an LSE, so that the merge reads all of them.
+// Tiles of a token are neighbours, so that the keys that they gather are found in the L2. Long lists of few tokens are
+// cut into parts of `split_keys` entries; every part of every token writes an LSE, so that the merge reads all of them.
 #pragma once
 #include <fmha/common/token_keys.cuh>
 #include <fmha/sm80/fwd/fwd.cuh>
 
 namespace fmha::sm80 {
 
-// `keys_of` gives the keys of a query and kv head.
+// Runs the forward over lists. `keys_of(i, i_head)` returns the keys of a query and kv head.
 template <FwdSpec spec, Sm80Tile tile, class KeysOf>
 FMHA_DEVICE void fwd_of_tokens(const FwdParams& p, const TileSchedule& schedule, const KeysOf& keys_of) {
   static_assert(spec.mask == MaskKind::Full, "sm80: lists hide keys by their places");

@@ -1,5 +1,5 @@
-// The forward kernel under masks as data. A warp classifies each block for its rows once:
-// a fully hidden block costs only its loads, and a fully visible one no test of pairs.
+// The forward kernel under masks as data. A warp classifies each block for its rows once: a fully hidden block costs
+// only its loads, and a fully visible block needs no test of its pairs.
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/sm80/fwd/fwd.cuh>
@@ -8,7 +8,7 @@ namespace fmha::sm80 {
 
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void fwd_masked(const FwdParams& p, const TileSchedule& schedule, const MaskDataParams& masks) {
-  // A mask may hide a NaN of V, for which a kernel whose spec has no mask does not test.
+  // Masks as data may hide a NaN of V. A kernel whose spec has no mask does not test for hidden NaNs.
   static_assert(spec.mask != MaskKind::Full, "sm80: masks as data hide keys");
   static_assert(tile.split_keys == 0 && !tile.pack_gqa, "sm80: whole sequences, rows of one head");
   fwd<spec, tile>(p, schedule, DataKeys{DataMasks{masks}});

@@ -1,5 +1,5 @@
-// The forward kernel under a tree mask. Its band has no upper end: what the tree hides is hidden key by key, in the
-// blocks that have some of the sequence's last keys.
+// The forward kernel under a tree mask. The band has no upper end: in the blocks that contain some of the sequence's
+// last keys, the tree hides single keys.
 #pragma once
 #include <fmha/common/tree_keys.cuh>
 #include <fmha/sm80/fwd/fwd.cuh>

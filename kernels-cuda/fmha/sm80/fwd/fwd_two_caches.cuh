@@ -1,5 +1,5 @@
-// The forward kernel over two caches in one softmax: that over lists of keys, whose tile walks the first's keys of its
-// token, then the second's.
+// The forward kernel over two caches in one softmax. It is the kernel over lists of keys: a tile walks its token's keys
+// of the first cache, then those of the second.
 #pragma once
 #include <fmha/common/two_cache_keys.cuh>
 #include <fmha/sm80/fwd/fwd_lists.cuh>

@@ -1,4 +1,4 @@
-// Loads of Q, and of blocks of K and V: strided, packed, in pages, or at the keys of a token's list.
+// Loads Q and blocks of K and V. K and V are strided, packed or paged, or their rows are gathered by a token's list.
 #pragma once
 #include <fmha/common/list_union.cuh>
 #include <fmha/common/work.cuh>
@@ -11,8 +11,8 @@ template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
 struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int bytes = tile.copy_bytes, threads = num_consumers(tile);
-  // Whether a multiprocessor's scheduler has few warps, each of which issues the copies of many bytes: the
-  // instructions of a copy then count.
+  // Whether a multiprocessor has few warps in flight. Each then copies many bytes, and the instructions that a copy
+  // needs count.
   static constexpr bool has_few_warps = tile.warps == 1 || tile.split_keys > 0;
 
   const FwdParams& p;
@@ -50,7 +50,8 @@ struct Loader {
     return i == 0 ? min(work.seqlen_k, first_key + work.first_dirty) : work.seqlen_k;
   }
 
-  // Row of key j, in this tile's head, as an element offset. For a column-major V, the offset of its first element.
+  // Offset in elements of key j's row in this tile's head. For a column-major V it is the offset of the key's first
+  // element.
   FMHA_DEVICE int64_t offset_of(const View& view, int32_t j) const {
     return offset_of_key<elem_bytes>(keys_of_row, p, view, spec.kv_layout, span, max(j, 0), work.i_head_kv);
   }
@@ -59,9 +60,9 @@ struct Loader {
 
   static constexpr int32_t elem_bytes = size_bytes(widens_cache(spec, tile) ? tile.stored : spec.dtype_v);
 
-  // Places of a block's keys: its first key, if one row follows another, as in memory without pages or in one page;
-  // otherwise a lane has every 32nd key of the block. The block table, or the list, is read a block ahead of its
-  // copies, which then do not wait for it.
+  // Where the rows of a block's keys lie. If one row follows another, without pages or within one page, the first key's
+  // place is enough; otherwise each lane has the places of every 32nd key. The block table or the list is read one
+  // block ahead, so that copies do not wait for it.
   static constexpr bool listed = are_of_token<Keys>();
   static constexpr bool in_a_row = !listed && (spec.kv_layout != KvKind::Paged || tile.block_in_page);
   // Batch index of a listed key that is absent, and an offset that no row has.
@@ -88,8 +89,8 @@ struct Loader {
     return found;
   }
 
-  // Rows of a [keys, dim] tile, of elements of `own` where they are of no cache; raw ones of an FP8 cache that is
-  // widened later.
+  // Copies rows of a [keys, dim] tile. Elements have type `own` if they do not come from a cache; rows of an FP8 cache
+  // are copied as stored and widened later.
   template <int dim, DType own, class Tile>
   FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i, const KeyRows& keys) const {
     using Elem = mma::Storage<widens_cache(spec, tile) ? tile.stored : own>;
@@ -118,8 +119,8 @@ struct Loader {
       }
       return data + (in_a_row ? offsets[0] + row * view.row : offset_of(view, j));
     };
-    // Row `base` + `within`, which is below `step`; `base` and `step` are known when compiling, and so whose lane has
-    // it. All lanes of a warp call it together.
+    // Place of row `base` + `within`, where `within` is below `step`. `base` and `step` are compile-time constants, so
+    // the lane that holds the place is known at compile time too. All lanes of a warp call it together.
     const auto scattered_row_of = [&](int32_t base, int32_t within, int32_t step) -> const Elem* {
       const int32_t row = base + within, j = first_key + row;
       int64_t offset = 0;
@@ -133,7 +134,7 @@ struct Loader {
       return j >= 0 && j < end && named && !(listed && offset == kNoRow) ? data + offset : nullptr;
     };
     const auto there_of = [](int32_t, int32_t column) {
-      // Rows of whole steps of a product have all their words.
+      // Whole steps of a product have no partial words at a row's end.
       return has_few_warps && tile_dim(dim, own, tile) == dim ? kWordOf<mma::Storage<own>>
                                                               : elems_there<dim, mma::Storage<own>>(column);
     };
@@ -155,14 +156,14 @@ struct Loader {
     } else if constexpr (!in_a_row) {
       copy_scattered_tile<bytes, threads>(to, data, scattered_row_of, there_of);
     } else if constexpr (has_few_warps && bytes >= 4) {
-      // Blocks that are not whole are few, and their code is not to push other code from the instruction cache.
+      // Few blocks are not whole. Their code is kept short, so that other code stays in the instruction cache.
       copy_rows<bytes, threads>(to, data, row_of, there_of);
     } else {
       copy_tile<bytes, threads>(to, data, row_of, there_of);
     }
   }
 
-  // Rows of a [dim, keys] tile.
+  // Copies rows of a [dim, keys] tile.
   template <class Tile>
   FMHA_DEVICE void load_columns(const Tile& to, const View& view, int32_t i) const {
     const int32_t first_key = block_of(i) * tile.block_n, end = end_of_keys(i, first_key);
@@ -171,7 +172,7 @@ struct Loader {
     const Elem* data = static_cast<const Elem*>(view.data);
     static_assert(Tile::dim == tile.block_n, "a tile's row is a block's keys");
     if constexpr (spec.kv_layout == KvKind::Paged && !tile.block_in_page) {
-      // A word's keys, which may lie in several pages: one by one.
+      // A word has several keys, which may lie in several pages: they are copied one by one.
       constexpr int all_words = tile.block_n / word_elems;
 #pragma unroll 1
       for (int32_t at = threadIdx.x; at < Tile::rows * all_words; at += threads) {
@@ -200,7 +201,7 @@ struct Loader {
       load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.k[i % tile.stages], p.k, p.descale_k, i, keys);
     }
   }
-  // Rows of bytes of a block, as stored, and converted.
+  // Copies rows of bytes of a block, as stored; they are converted later.
   FMHA_DEVICE void load_bytes(int32_t i, const KeyRows& keys) const {
     constexpr int row_bytes = row_bytes_of<Keys>();
     const int32_t first_key = block_of(i) * tile.block_n, end = end_of_keys(i, first_key);
@@ -236,7 +237,7 @@ struct Loader {
     if (descale == 1.f) widen_tile<tile.stored, wide, tile.converts_fp8, threads, true>(to, from, 1.f);
     else widen_tile<tile.stored, wide, tile.converts_fp8, threads, false>(to, from, descale);
   }
-  // A raw block to the one that the products read.
+  // Converts an unconverted block of K to the block that the products read.
   FMHA_DEVICE void widen_k(int32_t i, float descale) const {
     widen<spec.dtype_qk>(smem.wide.k, smem.raw_k[i % tile.stages], descale);
   }

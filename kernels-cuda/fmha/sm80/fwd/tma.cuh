@@ -23,7 +23,7 @@ struct Maps {
 
 constexpr int kConsumersBarrier = 1;
 
-// A block of the tile, by one thread.
+// Loads a block of the tile's keys by TMA. One thread calls it.
 template <int block_n, bool columns, class Tile>
 FMHA_DEVICE void load_block(const Tile& to, const ptx::TensorMap& map, ptx::Barrier& full, const Work& work, int32_t i) {
   const int32_t block = block_at(work, i);
@@ -38,7 +38,7 @@ FMHA_DEVICE void load_block(const Tile& to, const ptx::TensorMap& map, ptx::Barr
   }
 }
 
-// Work of the warp that loads.
+// Work of the warp that issues the TMA loads.
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void load_by_tma(const Work& work, const Maps& maps, Smem<spec, tile>& smem) {
 #pragma unroll 1
@@ -52,7 +52,7 @@ FMHA_DEVICE void load_by_tma(const Work& work, const Maps& maps, Smem<spec, tile
   }
 }
 
-// Zeros rows of V's first block for keys that no query of the sequence sees, whose V may be NaN.
+// Writes zeros to rows of V's first block for keys that no query of the sequence sees, whose V may be NaN.
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void zero_unseen(const Work& work, Smem<spec, tile>& smem) {
   if (work.first_dirty >= tile.block_n) return;
@@ -61,7 +61,7 @@ FMHA_DEVICE void zero_unseen(const Work& work, Smem<spec, tile>& smem) {
   } else {
     zero_rows(smem.v[0], work.first_dirty, threadIdx.x, num_consumers(tile));
   }
-  // Fence before the TMA that writes the slot next.
+  // Orders these writes before the TMA load that writes the slot next.
   ptx::fence_proxy_async();
   ptx::bar_sync<num_consumers(tile)>(kConsumersBarrier);
 }
@@ -99,7 +99,7 @@ FMHA_DEVICE void fwd_tma(const FwdParams& p, const TileSchedule& schedule, const
   ptx::cp_async_wait_group<0>();
   ptx::bar_sync<num_consumers(tile)>(kConsumersBarrier);
   const bool announces = threadIdx.x % 32 == 0;
-  // Two plain numbers instead of a Slot, whose additional numbers would be spilled at head dimension 128.
+  // Two plain integers in place of a Slot, which has more members: they would be spilled at head dimension 128.
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
     const int32_t block = block_at(work, i), s = i % tile.stages;

@@ -4,13 +4,13 @@
 //   a step      one row i: 16 heads at a time are the rows of A, from shared memory, which every warp reads
 //   the sum     over heads: a thread's own rows first, then over the eight lanes that share its keys
 //
-// k is read from memory once, and a CTA walks over rows with it. The next row's q is on its way meanwhile.
+// A CTA reads its keys from memory once and walks over rows with them. The next row's q is loaded meanwhile.
 //
 // The order of elements in a product is free where A and B share it: lane c = l % 4 has the c-th quarter of a row, so
 // that it reads k by whole 16 bytes, and q lies in shared memory as the lanes want it, 16 bytes each, without bank
 // conflicts. Two steps of 16 elements share such a word.
 //
-// FP8 is widened to f16 (or to the type of 16 bits beside it), which holds it exactly; products and sums are f32.
+// FP8 is widened to f16, or to the other operand's 16-bit type, which hold it exactly; products and sums are f32.
 #pragma once
 #include <fmha/choose.h>
 #include <fmha/common/widen.cuh>
@@ -37,7 +37,7 @@ struct IndexScores {
   static_assert(groups == 2 || groups == 4, "sums of a warp's keys are dealt to its lanes");
 
   struct Shared {
-    // q of a row: [word][16 heads][upper or lower eight][lane], eight elements each.
+    // q of a row, in 16-byte words of eight elements: [word][16 heads][upper or lower eight][lane].
     alignas(16) uint32_t q[2][words * m_tiles * 2 * 32][4];
     float weights[2][heads];
   };
@@ -47,17 +47,18 @@ struct IndexScores {
 
   static constexpr int32_t num_words = heads * 4 * words, own_words = ceil_div(num_words, threads);
 
-  // Whether registers hold the next row while this one is multiplied: in small CTAs they would be too many.
+  // Whether registers hold the next row while the present one is multiplied. Small CTAs have too many elements a thread
+  // for this.
   static constexpr bool fetches_ahead = !is_fp8(spec.dtype_q) || own_words <= 4;
 
-  // A thread's part of a row on its way from memory: bytes of q, where that is FP8, and a weight.
+  // A thread's part of the next row, on its way from memory: FP8 bytes of q, and a weight.
   struct Row {
     uint32_t bytes[is_fp8(spec.dtype_q) ? own_words : 1][2];
     float weight;
   };
 
-  // The words of a thread: `use(n, element of q, whether the head is there, place in shared memory)`. Neighbouring
-  // threads have neighbouring words of a row.
+  // Calls `use(n, element of q, whether the head exists, place in shared memory)` for each of the thread's words.
+  // Neighbouring threads have neighbouring words of a row.
   template <class Use>
   FMHA_DEVICE void each_word(int32_t stage, int32_t row, Use use) const {
 #pragma unroll
@@ -70,7 +71,7 @@ struct IndexScores {
     }
   }
 
-  // Sends for q and the weights of a row; heads beyond the last are zeros.
+  // Starts the loads of a row's q and weights. Heads beyond the last become zeros.
   FMHA_DEVICE void fetch(Row& to, int32_t stage, int32_t row) const {
     each_word(stage, row, [&](int32_t n, int64_t from, bool there, int32_t place) {
       if constexpr (is_fp8(spec.dtype_q)) {
@@ -86,7 +87,7 @@ struct IndexScores {
     ptx::cp_async_commit_group();
   }
 
-  // Stores data that did not go to shared memory by an asynchronous copy.
+  // Stores to shared memory the data that were loaded to registers and not by an asynchronous copy.
   FMHA_DEVICE void put(const Row& from, int32_t stage, int32_t row) const {
     if constexpr (is_fp8(spec.dtype_q)) {
       each_word(stage, row, [&](int32_t n, int64_t, bool, int32_t place) {
@@ -100,7 +101,7 @@ struct IndexScores {
     if (threadIdx.x < heads) shared.weights[stage][threadIdx.x] = from.weight;
   }
 
-  // Fragments of B for each group of eight keys and each word: those of two steps.
+  // Fragments of B for each group of eight keys and each word. A word has the fragments of two steps.
   struct Keys {
     uint32_t elems[words][groups][4];
     float scale[groups][2];
@@ -128,7 +129,7 @@ struct IndexScores {
       for (int32_t e = 0; e < 2; ++e) {
         keys.scale[g][e] = 1.f;
         if constexpr (spec.k_scale) {
-          // Columns of the thread's sums.
+          // Key of the thread's column.
           const int32_t column = min(first + 8 * g + 2 * c + e, max(length - 1, 0));
           const choose::KeyPlace at = choose::place_of<spec.paged>(p, i_batch, column);
           keys.scale[g][e] = length > 0 ? p.k_scale[at.outer * p.scale_outer + at.inner * p.scale_key] : 1.f;
@@ -137,7 +138,7 @@ struct IndexScores {
     }
   }
 
-  // Sums over the heads of a thread: of two columns of each group.
+  // Sums a row's scores over the heads that the thread has, for two columns of each group.
   FMHA_DEVICE void score_row(float (&score)[2 * groups], const Keys& keys, int32_t stage) const {
     const int32_t lane = threadIdx.x % 32;
 #pragma unroll
@@ -162,7 +163,7 @@ struct IndexScores {
           }
         }
       }
-      // Heads beyond the last have q = 0, which times an infinite key would be NaN.
+      // Heads beyond the last are left out: their q = 0 times an infinite key would be NaN.
       const int32_t head = 16 * m + lane / 4;
       const float w[2] = {shared.weights[stage][head], shared.weights[stage][head + 8]};
       const bool there[2] = {head < spec.num_heads, head + 8 < spec.num_heads};
@@ -202,7 +203,8 @@ struct IndexScores {
   }
 
   FMHA_DEVICE void run() const {
-    // Groups of rows one after another, of each all blocks of keys: neighbours in the grid read the same rows of q.
+    // Order of the grid: groups of rows one after another, and for each group all blocks of keys, so that neighbouring
+    // CTAs read the same rows of q.
     const int32_t blocks = ceil_div(p.seqlen_k, block_n), row_groups = int32_t(gridDim.x) / blocks;
     const int32_t of_group = ceil_div(p.row_end - p.row_begin, row_groups);
     const int32_t group = int32_t(blockIdx.x) / blocks, block = int32_t(blockIdx.x) % blocks;

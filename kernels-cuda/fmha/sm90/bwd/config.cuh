@@ -33,7 +33,7 @@ FMHA_DEVICE int32_t cluster_rank() {
   return in_clusters(tile) ? blockIdx.x % cluster_size(tile) : 0;
 }
 FMHA_DEVICE consteval int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * cluster_size(tile); }
-// Queries of a consumer's fragment of S^T.
+// Number of queries in a consumer's fragment of S^T.
 FMHA_DEVICE consteval int num_columns(const Sm90BwdTile& tile) {
   return tile.block_m / (splits_dims(tile) ? num_consumers(tile) : halves_blocks(tile) ? 2 : 1);
 }
@@ -53,9 +53,8 @@ FMHA_DEVICE consteval int padded_dim(const FwdSpec& spec) {
   return round_up(dim, 64);
 }
 
-// A tile whose address, in a cluster, is no constant: the compiler is to make the descriptors of a product's steps of
-// it each time, not to keep all of them beside the accumulators from step to step (it spilled some 40 registers in the
-// loop).
+// A tile for clusters, where a shared-memory address is no compile-time constant. The compiler computes a product's
+// descriptors from it in every step: kept in registers between steps they spilled some 40 registers.
 template <class Elem, int rows, int dim, bool clustered>
 struct BwdTile : SmemTile<Elem, rows, dim, clustered> {
   FMHA_DEVICE uint32_t offset() const {
@@ -64,14 +63,14 @@ struct BwdTile : SmemTile<Elem, rows, dim, clustered> {
   }
 };
 
-// Maps of `(dim, row, head, batch)`.
+// Tensor maps of the main kernel, with dimensions `(dim, row, head, batch)`.
 struct Maps {
   TensorMap q, k, v, dout;
   TensorMap o;  // where delta is made beside the products
 };
 
-// dQ's columns where two consumers share out a dimension of more than two chunks of 64 and at most three: a chunk each,
-// and half each of what the third has, since a product's columns lie in one chunk or begin one.
+// How two consumers divide dQ's columns where the head dimension is more than two chunks of 64 and at most three: each
+// has a chunk, and half of the columns of the third. A product's columns must lie in one chunk or begin one.
 template <int dim>
 struct ThreeChunks {
   static constexpr int whole = 64, half = dim / 2 - whole;
@@ -104,9 +103,10 @@ struct Shape {
                                     : transposes_dq ? tile.block_m
                                                     : dq_dim / (dq_by_columns ? consumers * cluster_size(tile) : 1);
   static constexpr int dq_rows = transposes_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
-  // f32 numbers of one consumer's share, and of the block.
+  // Number of f32 sums in one consumer's share of dQ, and in a whole query block.
   static constexpr int dq_share = mma::kRows * dq_columns;
-  // Numbers of its share that a consumer adds: of the third chunk half, the CTA's own.
+  // Number of f32 sums of its share that a consumer adds to memory. Of the third chunk it adds only the half that
+  // belongs to its CTA.
   FMHA_DEVICE static constexpr int dq_added(int32_t consumer) { return gradient_each && consumer == 1 ? dq_share / 2 : dq_share; }
   FMHA_DEVICE static int32_t share_of(int32_t consumer) {
     if constexpr (gradient_each) return consumer == 0 ? cluster_rank<tile>() : dq_shares - 1;
@@ -122,7 +122,7 @@ struct Shape {
   FMHA_DEVICE static int32_t first_column(int32_t consumer) {
     return splits_dims(tile) && !gradient_each ? consumer * dk_columns : 0;
   }
-  // Whether the gradient stored as a consumer's dK is dV.
+  // Whether the accumulator that the code calls a consumer's dK holds dV.
   FMHA_DEVICE static bool has_dv(int32_t consumer) { return gradient_each && consumer == 1; }
 
   using Elem = Storage<dtype>;
@@ -146,10 +146,10 @@ struct ClusterSmem<spec, tile, true> {
   typename S::DsTile other_ds[tile.stages_ds];
 };
 
-// Parts of the dropout generator's work that a warp's sixteen keys have in common for every query of a head, and a
-// block's queries for every key: one per warp, in shared memory. At D 64, 128 queries a block, causal 292 to 299
-// TFLOP/s; at D 128, whose products leave less of shared memory's bandwidth, 410 to 391, and with the keys' part
-// alone 400.
+// Results of the dropout generator's first rounds, in shared memory, one set a warp: those of the warp's sixteen keys,
+// which serve every query of a head, and those of the block's queries, which serve every key. At D 64, 128 queries a
+// block, causal 292 to 299 TFLOP/s; at D 128, whose products leave less of shared memory's bandwidth, 410 to 391, and
+// with the keys' part alone 400.
 template <int queries>
 struct alignas(16) DropoutParts {
   Array<uint32_t, 4> quads[4];
@@ -173,8 +173,8 @@ struct OneProbsSmem<spec, tile, true> {
   typename Shape<spec, tile>::DsTile one_probs;
 };
 
-// The sums of a query block whose dQ is being finished, as `Smem::dq` has them; or O and dO of one whose delta is being
-// made.
+// Sums of a query block whose dQ is being finished, in the layout of `Smem::dq`; or O and dO of a block whose delta is
+// being computed.
 template <BwdSpec spec, Sm90BwdTile tile, bool = finishes_dq(tile)>
 struct FinishSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -203,8 +203,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
       return ds[slot][1];
     }
   }
-  // Sums of dQ in the order of the accumulators: [element / 4][thread][4]. Empty where consumers add to memory
-  // themselves.
+  // Sums of dQ in the order of the accumulators: [element / 4][thread][4]. The array is empty where consumers add to
+  // global memory from registers.
   alignas(1024) float dq[adds_from_registers(tile) ? 1 : (S::consumers - 1) * S::dq_share + S::dq_added(S::consumers - 1)];
   alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
   float delta[tile.stages_dout][tile.block_m];

@@ -1,5 +1,5 @@
-// The consume role: a warpgroup's keys of the block against query block after query block, by one of six loops
-// (consume/), and then dK and dV to memory.
+// The consume role: a warpgroup multiplies its keys of the block with one query block after another, in one of six
+// loops (consume/), and then stores dK and dV.
 #pragma once
 #include <fmha/sm90/bwd/consume/early_scores.cuh>
 #include <fmha/sm90/bwd/consume/gradient_each.cuh>
@@ -10,8 +10,8 @@
 
 namespace fmha::sm90::bwd {
 
-// The loop of a tile. The tables have InOrder and LateDp to D 128, HalfBlocks at D 192 with V of at most 128, else
-// GradientEach at D 192, and InClusters at D 256.
+// The loop that a tile's field `walk` selects. The tables select InOrder and LateDp up to head dimension 128; at 192
+// HalfBlocks if V has at most 128, otherwise GradientEach; and InClusters at 256.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
 FMHA_DEVICE auto loop_of(Consumer<spec, tile, Keys>& consumer) {
   static_assert(!Keys::has_tile_list || tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp, "lists are walked in order");
@@ -30,7 +30,7 @@ FMHA_DEVICE auto loop_of(Consumer<spec, tile, Keys>& consumer) {
   }
 }
 
-// Zeros rows beyond the sequence in the other CTA's keys, as `walk_tile` does for this CTA's keys.
+// Zeros rows beyond the sequence in the other CTA's keys; `walk_tile` zeros those of this CTA's keys.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void zero_others_keys(const Consumer<spec, tile>& c, const Work& work) {
   const int32_t there = work.cluster_keys.end - first_key_of_other<tile>(work);

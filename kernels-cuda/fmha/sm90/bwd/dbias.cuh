@@ -23,7 +23,8 @@ struct BiasSmem {
   Barrier empty[tile.stages_dbias];  // one arrival per consumer warp
 };
 
-// A block of dBias: one batch and head of its own axes, for all sequences and heads that share them.
+// A block of dBias: it belongs to one batch and head index of the bias, and sums over all sequences and heads that
+// share this index.
 struct BiasBlock {
   Range batches, heads;
   int32_t q_block, key_block;
@@ -44,8 +45,8 @@ FMHA_DEVICE BiasBlock bias_block(const BwdParams& p, const Sm90BwdSchedule& sche
   return block;
 }
 
-// A role's loop over all blocks of this CTA: it begins each block, takes a step for each sequence and head that add
-// to it, and finishes it.
+// Loop of one role over all blocks of this CTA: it begins each block, takes a step for each sequence and head that
+// contributes to the block, and finishes it.
 template <BwdSpec spec, Sm90BwdTile tile, class Role>
 FMHA_DEVICE void walk_bias_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, Role& role) {
   for (int32_t index = blockIdx.x; index < schedule.num_bias_blocks; index += gridDim.x) {
@@ -100,7 +101,7 @@ struct BiasLoader {
   }
 };
 
-// A fragment of a block, transposed: the thread's first key and query are `j` and `i`.
+// Score modifiers on a transposed fragment of a block: `j` and `i` are the thread's first key and query.
 template <BwdSpec spec, int n>
 FMHA_DEVICE void store_bias(const BwdParams& p, const mma::Accumulator<n>& sums, int64_t offset, int32_t i, int32_t j) {
   const float factor = dropout_factor_of_ds<spec>(p.fwd);
@@ -148,9 +149,9 @@ struct BiasConsumer {
     ptx::wgmma_wait_group<0>();
     pairs.differentiate(dp, probs, smem.delta[s], at, kept);
     ptx::mbarrier_arrive_if(smem.empty[s], threadIdx.x % 32 == 0);
-    // A hidden V or dO may have made NaN of 0.
+    // A hidden NaN of V or dO may have turned dP's zeros into NaN, so hidden elements are set to 0.
     if (pairs.is_edge(work, at.first_query)) pairs.mask(dp, work, at);
-    // Rows beyond the sequence may be NaN too.
+    // Rows of queries beyond the sequence may also hold NaN, so they are set to 0.
     if (work.span.seqlen_q - at.first_query < tile.block_m) {
       const int32_t there = work.span.seqlen_q - at.first_query - mma::fragment_column();
 #pragma unroll

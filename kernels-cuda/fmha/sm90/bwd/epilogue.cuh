@@ -1,4 +1,4 @@
-// Gradients from registers to memory: dK and dV of a finished key block, and rows of any.
+// Stores gradients from registers to memory: dK and dV of a finished key block, and rows of any gradient.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/ptx/memory.cuh>
@@ -8,8 +8,8 @@
 
 namespace fmha::sm90::bwd {
 
-// Rows of a gradient times `factor`, whose batch stride is 0 where keys are packed; `row`: the first of the thread's
-// two in the key block; `first_column`: where the fragment's columns begin.
+// Stores rows of a gradient times `factor`. The gradient's batch stride is 0 where keys are packed. `row`: the first of
+// the thread's two in the key block; `first_column`: where the fragment's columns begin.
 template <DType dtype, int dim, int n>
 FMHA_DEVICE void store_elems(const mma::Accumulator<n>& grad, const View& view, const Work& work, int32_t row,
                              int32_t first_column, float factor) {
@@ -36,7 +36,7 @@ FMHA_DEVICE void store_elems(const mma::Accumulator<n>& grad, const View& view, 
   __syncwarp();
 }
 
-// Stores eight columns of a row, of which `columns` exist; with `vector` 16 bytes at a time.
+// Stores eight columns of a row, of which the first `columns` exist; with `vector` 16 bytes at a time.
 template <DType dtype, bool vector>
 FMHA_DEVICE void store_eight(void* data, int64_t at, int32_t columns, const float (&values)[8]) {
   if constexpr (vector && dtype != DType::F32) {
@@ -52,7 +52,7 @@ FMHA_DEVICE void store_eight(void* data, int64_t at, int32_t columns, const floa
   }
 }
 
-// Columns that `store_rows` takes at a time, and the bytes of shared memory that it needs per warp for them.
+// Number of columns that `store_rows` stages at a time, and the bytes of shared memory that a warp needs for them.
 constexpr int kStagedColumns = 64, kStagingBytes = 16 * kStagedColumns * 2;
 
 // Stores rows of a gradient 16 bytes at a time. A warp's 16 rows go through its own shared memory at `staging`, since
@@ -81,7 +81,7 @@ FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, c
     for (int i = 0; i < pieces / 2; ++i) {
       const int32_t r = lane / pieces + i * (32 / pieces);
       uint32_t words[4] = {};
-      // A fragment may end within the staged columns.
+      // A fragment may end within the staged columns, so only columns that it has are stored.
       if (part + kStagedColumns <= n || part + 8 * piece < n)
         ptx::ld_shared_v4_b32(words, staging + r * row_bytes + (piece ^ r % 8) * 16);
       const int64_t at = row_offset(view, work.span.i_batch, int64_t(work.span.k_row) + first_row + r, work.i_head_kv);

@@ -1,7 +1,7 @@
 // dK and dV of a kv head whose queries several tiles share (`head_parts`): f32 sums in memory, which a launch of its
-// own rounds. Additions always have one order, the parts'. Each part stores sums of its own, and the launch adds them.
-// Deterministic calls of packed sequences have one sum: each warp waits until the warps of the parts before have added
-// to its keys, and the first part stores.
+// own rounds. They are always added in the order of the parts. Each part stores sums of its own, and the launch adds
+// them up. In deterministic calls with packed sequences all parts add to one sum: the first part stores, and each warp
+// waits until the warps of the parts before have added to its keys.
 #pragma once
 #include <fmha/ptx/flag.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
@@ -9,8 +9,8 @@
 
 namespace fmha::sm90::bwd {
 
-// Key blocks of all kv heads, each with as many as the longest sequence; and a tile's place among them, or a part's
-// place where each part has sums of its own.
+// Number of key blocks of all kv heads, where each head has as many as the longest sequence; and the place of a tile,
+// or of a part with sums of its own, among them.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_summed_blocks(const Sm90BwdSchedule& schedule) {
   return schedule.num_tiles / num_parts<tile>(schedule);
@@ -33,7 +33,7 @@ FMHA_DEVICE int32_t* added_parts(const Sm90BwdSchedule& schedule, int64_t place)
   return reinterpret_cast<int32_t*>(schedule.head_sums + num_head_sums<spec, tile>(schedule)) +
          place * num_consumer_warps(tile) + threadIdx.x / 32 - 4;
 }
-// Waits until the parts before have added. `signals` is true in one lane of the warp.
+// Waits until the parts before this one have added to the warp's keys. `signals` is true in one lane of the warp.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void wait_for_parts_before(const Sm90BwdSchedule& schedule, const Work& work, int64_t place, bool signals) {
   if (signals) {
@@ -43,7 +43,8 @@ FMHA_DEVICE void wait_for_parts_before(const Sm90BwdSchedule& schedule, const Wo
   __syncwarp();
 }
 
-// A consumer's accumulators to where its share begins, a thread's four numbers at a time.
+// Adds or stores a consumer's accumulators, beginning at the first sum of its share, four numbers of a thread at a
+// time.
 template <int n>
 FMHA_DEVICE void add_head_sums(float* share, const mma::Accumulator<n>& grad, float factor, bool stores) {
   float* to = share + threadIdx.x % mma::kWarpgroup * 4;
@@ -59,15 +60,16 @@ FMHA_DEVICE void add_head_sums(float* share, const mma::Accumulator<n>& grad, fl
   }
 }
 
-// Adds a part as memory adds one where there is an order, without subnormals: a row's bits are one in either layout.
+// Adds a part's number with the rounding of an atomic addition in memory, without subnormals: both layouts of sequences
+// then give a row the same bits.
 template <BwdSpec spec>
 FMHA_DEVICE float add_part(float sum, float part) {
   return is_ordered<spec>() ? ptx::add_rn_ftz(sum, part) : sum + part;
 }
 
-// `kHeadSumsCtas` CTAs to a key block of a kv head. A thread takes eight columns of two keys eight apart, which four
-// threads of a warpgroup had. With one CTA to a key block, and sums in the order of rows, most multiprocessors were
-// idle: 48 heads over 3, S 384, D 128 took 125 us in all, and 62 so.
+// Rounds the sums of a key block to dK and dV, by `kHeadSumsCtas` CTAs. A thread takes eight columns of two keys that
+// are eight apart: four threads of a warpgroup have computed them. With one CTA to a key block, and sums in the order
+// of rows, most multiprocessors were idle: 48 heads over 3, S 384, D 128 took 125 us in all, and 62 so.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   using S = Shape<spec, tile>;
@@ -92,11 +94,11 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
     const int64_t key = first_key + (splits_dims(tile) ? 0 : consumer * mma::kRows) + warp * 16 + quad;
     if (key >= span.seqlen_k || column >= dim) continue;
     const float* from = first_part + consumer * share + (group * mma::kWarpgroup + warp * 32 + quad * 4) * 4;
-    // Sums begin at -0, so that a lone part keeps its zeros' signs, as a tile with all query heads does.
+    // Sums begin at -0, so that a single part keeps the signs of its zeros: a tile with all query heads gives the same.
     float sums[2][8];
 #pragma unroll
     for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = -0.f;
-    // Two parts' loads are under way at a time.
+    // Loads of two parts are in flight at a time.
 #pragma unroll 2
     for (int32_t part = 0; part < num_apart; ++part) {
       const float4* fours = reinterpret_cast<const float4*>(from + part * to_next_part);

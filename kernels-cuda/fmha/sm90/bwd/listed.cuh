@@ -5,8 +5,8 @@
 
 namespace fmha::sm90::bwd {
 
-// The query blocks that lists have of a tile, one query head of the group after another: as `ShownBlocks::listed` has
-// them, or where `is_downward` from the last one to the first.
+// The query blocks that lists name for a tile, one query head of the group after another: in the order of
+// `ShownBlocks::listed` or, where `is_downward`, from the last block to the first.
 template <class Keys>
 struct ListedQueryBlocks : QueryBlocks {
   const Keys& keys;
@@ -19,7 +19,8 @@ struct ListedQueryBlocks : QueryBlocks {
         key_block(key_block) {
     open();
   }
-  // How many tiles add to the block before this one: those of earlier keys, or where queries ascend of later ones.
+  // Number of tiles that add to the block before this one: tiles of earlier keys, or of later keys where queries
+  // ascend.
   FMHA_DEVICE int32_t position() const {
     const int32_t rank = keys.rank(row, place());
     return is_downward ? rank : keys.num_listing(row, current) - 1 - rank;
@@ -42,7 +43,7 @@ struct ListedQueryBlocks : QueryBlocks {
     listed = keys.listed(row, num_cut, num, place());
     current = listed.block();
   }
-  // Goes to the first head from this one on that has blocks.
+  // Goes to the next head, beginning with this one, that has blocks in its list.
   FMHA_DEVICE void open() {
     at = 0;
 #pragma unroll 1
@@ -61,7 +62,7 @@ FMHA_DEVICE ListedQueryBlocks<ShownBlocks<has_function, has_order>> query_blocks
     const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work,
     const ShownBlocks<has_function, has_order>& keys) {
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
-  // No list is there of a key block that the sequence has not, or that the band hides.
+  // The lists have no row for a key block beyond the sequence or outside the band.
   const int32_t heads = work.q_blocks.empty() ? 0 : num_query_heads<spec, tile>(p, schedule, work.span);
   bool is_downward = false;
   if constexpr (has_order) is_downward = goes_upward<spec, tile>(schedule, work);

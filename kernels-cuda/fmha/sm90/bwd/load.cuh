@@ -1,4 +1,4 @@
-// The load role: one thread keeps TMA fed.
+// The load role: one thread issues all TMA loads.
 #pragma once
 #include <fmha/common/arrivals.cuh>
 #include <fmha/ptx/bulk.cuh>
@@ -11,7 +11,8 @@ template <class Tile>
 FMHA_DEVICE void load_rows(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
                            int32_t i_head, ptx::CacheHint hint, int32_t first_column = 0,
                            int32_t to_next_column = Tile::span) {
-  // The loading thread has 24 registers: not enough for the addresses of many chunks at a time.
+  // The loading thread has 24 registers, too few for the addresses of many chunks at once, so such a loop is not
+  // unrolled.
 #pragma unroll(Tile::num_chunks > 2 ? 1 : Tile::num_chunks)
   for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
     ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, first_column + chunk * to_next_column,
@@ -32,13 +33,14 @@ FMHA_DEVICE void load_rows_together(const Tile& to, const TensorMap& map, Barrie
   }
 }
 
-// The batch coordinate of K and V.
+// Batch coordinate of K and V in their tensor maps.
 template <BwdSpec spec>
 FMHA_DEVICE int32_t k_batch_of(const SeqSpan& span) {
   return spec.fwd.kv_layout == KvKind::Packed ? 0 : span.i_batch;
 }
 
-// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do. `SeenKeys`: which keys queries see.
+// The load role. `ArrivedKeys` waits for keys that other devices copy while the kernel runs, if there are any;
+// `SeenKeys` says which keys queries see.
 template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys, class SeenKeys>
 struct Loader {
   using S = Shape<spec, tile>;
@@ -97,7 +99,7 @@ struct Loader {
         head_of_delta = blocks.i_head;
       }
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
-      // K and V are loaded after Q, whose slot is free earlier. S can start before V has arrived.
+      // K and V are loaded after Q, whose slot becomes free earlier; the product S may start before V has arrived.
       if (first) {
         ptx::mbarrier_wait_parity(smem.kv_empty, tile_phase ^ 1);
         ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
@@ -129,9 +131,9 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   if constexpr (!tile.persistent) {
     load_tile(blockIdx.x);
   } else if (cluster_rank<tile>() > 0) {
-    // The first CTA of a cluster takes the tile index for both. One thread tells it that all of this CTA have read a
-    // slot, which it writes next: an arrival that orders reads here before writes from there makes the arriving
-    // thread wait for its stores.
+    // The first CTA of a cluster takes the tile index for both. The other CTA tells it by an arrival that all its
+    // threads have read a slot, before it writes the slot again. A separate thread makes this arrival, since its memory
+    // order makes the arriving thread wait for its own stores.
     Slot<kTileIndexSlots> slot;
     for (int32_t round = 0;; ++round, slot.advance()) {
       if (round >= kTileIndexSlots) {

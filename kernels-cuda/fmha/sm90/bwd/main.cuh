@@ -93,7 +93,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     consume<spec, tile>(p, schedule, smem, seen);
     if constexpr (finishes_dq(tile)) Finisher<spec, tile>{p, maps, schedule, smem}.run_from_memory();
   }
-  // A CTA stays until the other one has sent and received all of its data.
+  // Waits until the other CTA has sent and received all its data: a CTA's shared memory must exist until then.
   if constexpr (in_clusters(tile)) ptx::cluster_sync();
 }
 

@@ -1,6 +1,6 @@
 // LSE in log2 and delta of the rows of all heads but the first, for DqFinish::BesideWithDelta: the warp that finishes
-// dQ makes them beside the products while no dQ is ready. Reading O and dO takes a tenth of a short call's time, and
-// in a launch of its own the tensor cores have nothing to do meanwhile.
+// dQ computes them while it has no dQ to finish, beside the products. Reading O and dO takes a tenth of a short call's
+// time, and in a launch of its own the tensor cores have nothing to do meanwhile.
 //
 // A row's dO . O on the diagonal of `mma.sync`, eight rows at a time, takes a third of the instructions and more
 // time. With fewer than 40 registers ptxas gives up `setmaxnreg` beside one (C7507).
@@ -21,7 +21,7 @@ struct DeltaMaker {
   const Sm90BwdSchedule& schedule;
   Smem<spec, tile>& smem;
 
-  // Makes the next block, if there is one. `phase`: of `sums_full`.
+  // Computes delta of the next query block, if there is one. `phase` is the parity of the barrier `sums_full`.
   FMHA_DEVICE bool make_one(uint32_t& phase) const {
     const bool first_lane = threadIdx.x % 32 == 0;
     const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.schedulers + kNextDeltaBlock, 1) : 0);
@@ -64,7 +64,7 @@ struct DeltaMaker {
     const int32_t index = head * schedule.num_q_blocks + block.first / tile.block_m;
     ptx::red_release_gpu_add(far_queries<spec, tile>(p, schedule, index), 1);
   }
-  // dO . O of a row. Eight neighbouring lanes have the same columns of eight rows, which lie in different banks.
+  // Computes dO . O of a row. Eight neighbouring lanes read the same columns of eight rows, without bank conflicts.
   FMHA_DEVICE float dot_of_row(int32_t row) const {
     const uint32_t first = fmha::mma::word_offset<Rows>(row, 0);
     const uint32_t o = smem.rows_of_o.address() + first, dout = smem.rows_of_dout.address() + first;

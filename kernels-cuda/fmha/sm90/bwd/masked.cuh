@@ -11,7 +11,7 @@ namespace fmha::sm90::bwd {
 template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
 FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule,
                              const MaskDataParams& masks, const TileList& list) {
-  // Masks that hide a pair may hide a NaN, and a kernel whose spec has no mask does not look for one.
+  // Masks that hide a pair may hide a NaN. A kernel whose spec has no mask does not test for hidden NaNs.
   static_assert(spec.fwd.mask != MaskKind::Full, "sm90 backward: masks as data hide keys");
   static_assert(!keeps_dq_apart(tile) && !in_clusters(tile) && !tile.head_parts,
                 "sm90 backward: lists are of one CTA's key block, whose sums of dQ are no one's own");

@@ -1,8 +1,8 @@
 // Score modifiers and dropout on a fragment of S^T: a key to a row, queries along it.
 //
-// A modifier changes what P is an exponential of; a map (score.h) also what dS is multiplied by on its way back to the
-// product. Its slope is kept from S to dS in 16 bits, since registers are scarce. Dropout changes P as dV sees it, and
-// dP.
+// A modifier changes the scores of which P are exponentials; a map (score.h) also changes the factor between dS and the
+// gradient of the product. Its slope is kept from S to dS in 16 bits, since registers are scarce. Dropout changes P as
+// dV sees it, and dP.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/ptx/fp8.cuh>
@@ -28,7 +28,7 @@ struct KeptBits {
   FMHA_DEVICE static constexpr uint32_t bit_of(int e) { return 1u << e % 32; }
   FMHA_DEVICE bool has(int e) const { return words[e / 32] & bit_of(e); }
 
-  // P with dropped elements set to 0.
+  // P with the elements that dropout drops set to 0.
   FMHA_DEVICE mma::Accumulator<n> kept_of(const mma::Accumulator<n>& probs) const {
     mma::Accumulator<n> kept;
 #pragma unroll
@@ -36,8 +36,8 @@ struct KeptBits {
     return kept;
   }
 
-  // Decides part `part` of `parts`, one after the other; the bits are complete after the last part. `first_key`: of
-  // the warpgroup's rows; `first_query`: of the columns.
+  // Decides part `part` of `parts` of the elements, in ascending order; the bits are complete after the last part.
+  // `first_key` is the first of the warpgroup's rows, `first_query` the first of the columns.
   template <int part, int parts>
   FMHA_DEVICE void decide(const FwdParams& p, int32_t batch_head, int32_t first_key, int32_t first_query) {
     constexpr int begin = num_groups * part / parts, end = num_groups * (part + 1) / parts;
@@ -118,7 +118,7 @@ struct Modifiers {
   static constexpr FwdSpec kFwd = spec.fwd;
 
   static constexpr bool has_slopes = num_maps(kFwd) > 0;
-  // The slopes of a block's scores: two to a register.
+  // Slopes of a block's scores, two packed in a register.
   struct Slopes {
     uint32_t pairs[has_slopes ? num_columns(tile) / 4 : 1];
 
@@ -132,8 +132,8 @@ struct Modifiers {
 
   using Modified = BwdScore<spec, tile>;
   static constexpr bool has_biases = Modified::reads;
-  // Elements of an elementwise bias, a register each: loaded before the wait for the scores, since memory answers
-  // late.
+  // Elements of an elementwise bias, one in each register. They are loaded before the wait for the scores, since loads
+  // from memory take long.
   struct Biases {
     uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
 
@@ -178,8 +178,8 @@ struct Modifiers {
     }
     return biases;
   }
-  // Elements behind the lengths do not exist: they count as zeros. One pointer moves from column to column, since the
-  // addresses of all would take the registers of as many scores.
+  // Elements beyond the sequence's lengths do not exist and count as zeros. One pointer moves from column to column:
+  // the addresses of all columns would take as many registers as the scores.
   template <bool whole>
   FMHA_DEVICE void fetch(Biases& biases) const {
     constexpr int elem_bytes = size_bytes(kFwd.dtype_bias);
@@ -216,8 +216,9 @@ struct Modifiers {
     return __any_sync(ptx::kAllLanes, any);
   }
 
-  // Raw scores to what P are exponentials of: two queries of two keys, elements `e` to `e + 3`. `from_origins`: some of
-  // the queries have an origin, from which natural scores, rounded as the forward does, are measured; a P is 1 at most.
+  // Converts raw scores to the arguments of P's exponentials: two queries of two keys, elements `e` to `e + 3`.
+  // `from_origins`: some of the queries have an origin, from which natural scores, rounded as the forward does, are
+  // measured; a P is 1 at most.
   template <bool from_origins>
   FMHA_DEVICE void apply(Scores& s, int e, const float (&lse_log2)[2], const Biases& biases, Slopes& slopes) const {
     float slope[4];

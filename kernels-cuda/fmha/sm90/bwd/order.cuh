@@ -1,4 +1,4 @@
-// Which tile a CTA has, and in which order it walks the tile's query blocks.
+// The order of tiles among CTAs, and of query blocks within a tile.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/common/seen_keys.cuh>
@@ -33,8 +33,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
-  // Key blocks start at different query blocks. Otherwise
-  // all would start at the first, and wait for one another.
+  // Key blocks start at different query blocks, so that their CTAs do not all wait for one another at the first one.
   if constexpr ((has_semaphores<spec, tile>() || is_ordered<spec>()) && spec.fwd.mask == MaskKind::Full) {
     if (!none) {
       const Stagger stagger = stagger_of<spec, tile>(schedule, work);
@@ -79,7 +78,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
     nth_block = place.nth_block;
     is_upward = place.is_upward;
   }
-  // `head` counts the parts of kv heads where a kv head has several parts.
+  // `head` counts parts of kv heads where each kv head is divided into parts.
   if constexpr (tile.head_parts) {
     const int32_t part = head;
     head = part / num_parts<tile>(schedule);
@@ -104,7 +103,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
     const Range queries = query_range(work.band, work.cluster_keys, work.span.seqlen_q);
     if (!queries.empty()) work.q_blocks = {queries.begin / tile.block_m, ceil_div(queries.end, tile.block_m)};
     if constexpr (tile.head_parts) {
-      // Parts by query blocks have equal bounds for all key blocks, so each query block belongs to one part.
+      // Parts by query blocks have the same bounds for all key blocks, so that each query block belongs to one part.
       const int32_t q_parts = schedule.num_query_parts, i_q_part = i_part % q_parts;
       const int32_t num_blocks = ceil_div(work.span.seqlen_q, tile.block_m);
       work.q_blocks.begin = max(work.q_blocks.begin, num_blocks * i_q_part / q_parts);
@@ -119,7 +118,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   return work;
 }
 
-// First row of a block among those of `lse_log2`, `delta` and the sums of dQ.
+// Number of a query block's first row in `lse_log2`, `delta` and the sums of dQ.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int64_t first_row_of(const BwdParams& p, const Work& work, const QueryBlocks& blocks) {
   return stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);

@@ -9,18 +9,18 @@
 
 namespace fmha::sm90::bwd {
 
-// The queries of a step, or one consumer's share: the first index in the sequence, and that in the block.
+// The queries of a step, or one consumer's share of them: the index of the first in the sequence, and in the block.
 struct QueryTile {
   int32_t i_head, first_query, first_row;
 };
 
-// Result of masks as data for a block, in kernels without them.
+// Stands for the result of masks as data in kernels that have none.
 struct NothingShown {};
 
-// Which of some blocks are hidden in part, by the mask or the end of the keys.
+// Which of some blocks may be partly masked, by the mask or by the end of the keys: none, some or all.
 enum class Edges { None, Some, All };
 
-// `Keys`: which keys queries see.
+// Converts fragments of S^T and dP^T to P and dS. `Keys` says which keys queries see.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey>
 struct Pairs {
   static constexpr int columns = num_columns(tile);
@@ -43,14 +43,14 @@ struct Pairs {
   const float scale_log2;
   const Keys keys = {};
 
-  // The warpgroup's own, of a tile's keys and of a block's queries.
+  // First key and first query of this warpgroup's share in a tile.
   FMHA_DEVICE int32_t own_key() const { return splits_dims(tile) ? 0 : index * mma::kRows; }
   FMHA_DEVICE int32_t own_query(int part = 0) const { return (splits_dims(tile) ? index : part) * columns; }
   FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
   FMHA_DEVICE static Mask mask_of(const Work& work) { return {work.band, work.span.seqlen_k}; }
-  // Pairs of a cut block that lists' masks show. They are asked before the block's products are under way, while
-  // registers are free.
+  // Reads which pairs of a partly masked block the lists' masks show. It is called before the block's products are in
+  // flight, while registers are free.
   template <Edges edges, class Blocks>
   FMHA_DEVICE Shown shown(const Work& work, const QueryTile& at, const Blocks& blocks) const {
     if constexpr (Keys::has_tile_list && edges != Edges::None) {
@@ -83,13 +83,13 @@ struct Pairs {
   }
 
   FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
-    // Without a mask the keys alone, which are held anyway: no registers beside them.
+    // Without a mask only the end of the keys matters, and that is in a register anyway.
     if constexpr (spec.fwd.mask == MaskKind::Full) return work.keys.end - work.keys.begin < tile.block_n;
     return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
-  // Whether no query of a block sees any of the warpgroup's keys: so it is for the upper half of a key block in its
-  // first block on the diagonal.
+  // Whether no query of a block sees any of the warpgroup's keys: under a causal mask this is true of the upper half of
+  // a key block in its first block on the diagonal.
   FMHA_DEVICE bool sees_none(const Work& work, int32_t first_query) const {
     const int32_t first = first_key(work), last = min(first + mma::kRows, work.keys.end) - 1;
     return first > last || mask_of(work).skips(first_query, first_query + columns - 1, {first, last + 1});

@@ -1,5 +1,5 @@
-// dSink; and, where the main kernel does not (dq/finish.cuh), dQ: the f32 sums of the main kernel, out of the order of
-// its accumulators, scaled and rounded once.
+// Computes dSink and, where the main kernel does not finish dQ itself (dq/finish.cuh), dQ: brings the main kernel's f32
+// sums from the accumulators' order to rows, scales them and rounds them once.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -9,8 +9,8 @@
 
 namespace fmha::sm90::bwd {
 
-// dSink of a head, by all threads: each sums every so many queries of every sequence, then their sums are added in the
-// order of the threads, so that it has the same bits whenever it is computed.
+// Computes dSink of a head by all threads of a CTA. Each thread sums over every `threads`-th query of all sequences;
+// then the threads' sums are added in the threads' order, so that repeated runs give equal bits.
 template <BwdSpec spec>
 FMHA_DEVICE void sink_gradient(const BwdParams& p, int32_t i_head) {
   __shared__ float sums[kRowThreads / 32];

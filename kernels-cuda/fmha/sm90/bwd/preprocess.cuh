@@ -28,8 +28,8 @@ FMHA_DEVICE QueryBlock resolve_query_block(const BwdParams& p, const Sm90BwdSche
           (index - head * schedule.num_q_blocks) * tile.block_m};
 }
 
-// Whether some query of a block may see a key. dQ of a block that sees none has no sums, neither zeros before nor any
-// read behind. B3 H40/8 of 11611 queries over 192 keys, D 248: 1417 us with them.
+// Whether some query of a block may see a key. A block that sees no key needs no sums of dQ: none are zeroed before the
+// main kernel or read after it. B3 H40/8 of 11611 queries over 192 keys, D 248: 1417 us with them.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool sees_keys(const BwdParams& p, const QueryBlock& block) {
   if constexpr (spec.fwd.mask == MaskKind::Full) return true;
@@ -39,7 +39,7 @@ FMHA_DEVICE bool sees_keys(const BwdParams& p, const QueryBlock& block) {
   return !k_range(band, queries, span.seqlen_k).empty() || !sink_range(band, queries, span.seqlen_k).empty();
 }
 
-// `dot`, and dO . O of eight columns, 16 bytes of each.
+// Returns `dot` plus the dot product of eight columns of dO and O, 16 bytes of each.
 template <DType dtype>
 FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (&ys)[4]) {
 #pragma unroll
@@ -57,7 +57,7 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
-// Stores the numbers of a row, given its dO . O; `there`: the row is in the sequence.
+// Stores LSE, origin and delta of a row, given its dO . O. `there`: the sequence has the row.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
   float lse_log2 = infinity(), delta = 0.f;
@@ -71,7 +71,7 @@ FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, in
   p.score_origin[at] = 0.f;
 }
 
-// The origins of a block's far rows, a warp to a row.
+// Computes the score origins of a block's far rows (large LSE), one row a warp.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block, const Masks& masks) {
   const int32_t end = min(block.first + tile.block_m, block.span.seqlen_q);
@@ -121,12 +121,12 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
   }
 }
 
-// Lanes of a row, a power of two, each with eight columns.
+// Number of lanes that share a row, a power of two; each has eight columns at a time.
 template <BwdSpec spec>
 constexpr int kLanesOfRow = padded_dim(spec.fwd) <= 128 ? padded_dim(spec.fwd) / 8 : 32;
 
-// Share of a lane in a row's dO . O: eight columns, in one order however the row is loaded. `ask` issues the loads, so
-// that those of several rows are under way at a time.
+// A lane's part of a row's dO . O: eight columns at a time, summed in an order that does not depend on how the row is
+// loaded. `ask` issues the loads, so that those of several rows are under way at a time.
 template <BwdSpec spec, Sm90BwdTile tile, int lanes>
 struct DotOfRow {
   static constexpr DType dtype = spec.fwd.dtype_o;
@@ -199,7 +199,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& sch
   }
 }
 
-// `masks`: the masks as data (tensors), if any.
+// Prepares a query block. `masks` are the masks as data (tensors), if the call has any.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
 FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();

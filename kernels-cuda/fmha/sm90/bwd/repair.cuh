@@ -1,6 +1,7 @@
 // Recomputes what the launches before leave wrong, pair by pair as in fmha/row_bwd.h: rows of any gradient with a
-// non-finite value, where a mask may have let a hidden infinity through, and what far queries add
-// (`leaves_far_queries`). A launch of its own, since its registers would slow down the conversion of dQ.
+// non-finite value, where a mask may have let a hidden infinity through, and the contributions of far queries, those
+// with a large LSE (`leaves_far_queries`). This is a launch of its own: in the launch that converts dQ its registers
+// would slow the conversion down.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -28,12 +29,12 @@ struct FarQueries {
   const SeqSpan span;
   const Masks& masks;  // as data
 
-  // Flag that preprocess, or the warp that makes delta, left for a query block.
+  // Flag that tells whether a query block has far queries. Preprocess, or the warp that computes delta, has written it.
   FMHA_DEVICE bool in_block(int32_t i_head, int32_t block) const {
     const int32_t head = span.i_batch * p.fwd.num_heads_q + i_head;
     return *far_queries<spec, tile>(p, schedule, head * schedule.num_q_blocks + block) != 0;
   }
-  // Whether this thread, one of `threads`, finds a block with such queries in `heads`; together they test all.
+  // Whether this thread, one of `threads` that together test all blocks of `heads`, finds a block with far queries.
   FMHA_DEVICE bool any(Range heads, int32_t thread, int32_t threads) const {
     const int32_t blocks = ceil_div(span.seqlen_q, tile.block_m), num = (heads.end - heads.begin) * blocks;
     bool found = false;
@@ -49,7 +50,7 @@ struct FarQueries {
     return origin_of_far_row<spec, simt::Warp>(p, span, i_head, i, lse, p.delta[stats_offset(p, span, i_head, i)],
                                                masks);
   }
-  // Computes this warp's share of a head's far queries.
+  // Recomputes this warp's share of a head's far queries.
   template <class Row>
   FMHA_DEVICE void for_each(int32_t i_head, Row row) const {
 #pragma unroll 1
@@ -133,7 +134,7 @@ FMHA_DEVICE void repair_sink(const BwdParams& p, const Sm90BwdSchedule& schedule
   p.dsink[i_head] += sum;
 }
 
-// CTAs of far queries: one to a kv head of a sequence, then one to a head's sink.
+// Number of CTAs for far queries: one for each kv head of a sequence, and one for each head's sink.
 template <BwdSpec spec>
 FMHA_DEVICE int32_t num_ctas_of_far_queries(const BwdParams& p) {
   if (!leaves_far_queries<spec>()) return 0;
@@ -155,7 +156,7 @@ FMHA_DEVICE void repair_far(const BwdParams& p, const Sm90BwdSchedule& schedule,
 
 // ---- Rows that are not finite.
 
-// Whether `repair_head` recomputes these rows, by a warp.
+// Whether `repair_head` recomputes these rows anyway. A whole warp calls it.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool is_repaired_with_far(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span,
                                       int32_t i_head_kv) {
@@ -177,7 +178,8 @@ FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& sched
   }
 }
 
-// Computes again the keys of a tile for which `warps`, a bit each, found dK or dV that are not finite.
+// Recomputes the keys of a tile whose dK or dV some consumer warps found to contain a NaN or an infinity. `warps` has a
+// bit for each such warp.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps,
                              const Masks& masks) {
@@ -195,9 +197,9 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
   }
 }
 
-// A warp to each tile, then one to each query block of a head. What they found is read before anything is worked out:
-// behind other work a launch's code comes from memory line by line, and one that finds nothing took 8 us for the tile's
-// place alone.
+// The launch has a warp for each tile, then one for each query block of a head. A warp reads its flag before it
+// computes anything else: code must be fetched from memory first, and the code that finds the tile's place alone took 8
+// us in launches with nothing to repair.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_cta,
                                    const Masks& masks) {

@@ -21,7 +21,7 @@ struct Work {
   Range uncut;         // first queries of a consumer's columns that see all keys of a whole block
 };
 
-// First key, in the sequence, of the cluster's other CTA.
+// First key, counted in the sequence, of the other CTA of the cluster.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
   return work.keys.begin + (cluster_rank<tile>() == 0 ? tile.block_n : -tile.block_n);
@@ -32,7 +32,7 @@ FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
 template <Sm90BwdTile tile, class Shared, class Run>
 FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bool signals, Run run) {
   if constexpr (!tile.persistent && splits_dims(tile) && adds_from_registers(tile)) {
-    // Once: a loop, since ptxas spills without one (0 bytes and 300).
+    // A loop of one iteration: without it ptxas spills 300 bytes, with it none.
 #pragma unroll 1
     for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) run(index);
   } else if constexpr (!tile.persistent) {
@@ -93,7 +93,7 @@ FMHA_DEVICE bool has_origin(float lse) {
   return is_far(lse) && (modifies_score(spec.fwd) || abs_of(lse) >= 131072.f);
 }
 
-// Every launch may start while the one before it ends, and waits here for that one before it touches memory.
+// Waits until the launch before has ended: each launch may start earlier, but must not touch memory before.
 FMHA_DEVICE void wait_for_launch_before() {
   ptx::launch_dependents();
   ptx::wait_for_grids_before();
@@ -124,7 +124,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool keeps_head_sums_apart() {
   return tile.head_parts && !has_own_parts<spec, tile>();
 }
-// Numbers that a key has in the sums of dV and dK; the function below gives that of all keys.
+// Number of f32 sums of dV and dK of one key; the function below gives the number for all keys.
 template <BwdSpec spec, Sm90BwdTile tile>
 constexpr int kHeadSumsRow = 2 * Shape<spec, tile>::dim;
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -148,7 +148,7 @@ FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpa
   return parts;
 }
 
-// Query heads of a tile, and the index of the first.
+// Number of query heads of a tile, and the index of its first head.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span) {
   return p.fwd.gqa_ratio / num_head_parts<spec, tile>(schedule, span);

@@ -1,6 +1,7 @@
-// The cache role: two warps widen blocks of K and V, which lie in 8 bits in one ring of shared memory as they come, to
-// 16 bits where the products read them, times their descale: to the bits of a cache that was widened before
-// (common/widen_cache.cuh). They take blocks in the order in which they are loaded: K runs one block ahead of V.
+// The cache role: two warps widen blocks of K and V, which TMA loads as 8-bit elements into one ring of shared memory,
+// to 16 bits in the ring that the products read, and multiply them by their descale. The bits equal those of a cache
+// that was widened before (common/widen_cache.cuh). Blocks are taken in the order of their loads: K runs one block
+// ahead of V.
 #pragma once
 #include <fmha/common/widen.cuh>
 #include <fmha/ptx/barrier.cuh>
@@ -8,7 +9,8 @@
 
 namespace fmha::sm90 {
 
-// Blocks as they lie in the cache, with as many columns as the wide ones; TMA fills those that the cache lacks.
+// Blocks of 8-bit elements as they lie in the cache, with as many columns as the widened blocks. TMA fills columns that
+// the cache lacks.
 template <FwdSpec spec, Sm90Tile tile>
 using RawK = SmemTile<uint8_t, tile.block_n, Smem<spec, tile>::dim_qk>;
 template <FwdSpec spec, Sm90Tile tile>
@@ -23,7 +25,7 @@ struct CacheRole {
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
 
-  // Part of a tile's work that the role needs, in registers.
+  // The part of a tile's work that this role needs, kept in registers.
   struct Blocks {
     int32_t num_blocks, first_dirty;
     float k_factor, v_factor;
@@ -65,7 +67,7 @@ struct CacheRole {
     v_slot.advance();
   }
 
-  // The next tile, and its first K.
+  // Waits for the next tile, and widens its first block of K.
   FMHA_DEVICE Blocks begin() {
     ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
     const Work& work = smem.work[work_slot.index];

@@ -12,8 +12,8 @@
 
 namespace fmha {
 
-// A block's P V of 8-bit operands is added to O before the next block's S is started. Beside the tile: headers that
-// know no architecture ask for it.
+// Whether a block's P V is added to O before the next block's S is started, as products of 8-bit operands want it. It
+// is a free function, since headers for every architecture call it.
 FMHA_DEVICE consteval bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
 
 }  // namespace fmha
@@ -29,17 +29,18 @@ using ptx::TensorMap;
 
 FMHA_DEVICE consteval int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
 
-// Threads that load by copies: warps 0, 2 and 3, since warp 1 has the schedule role. Warp 2 has no zero role then,
-// because a copy brings zeros itself. By TMA one thread loads.
+// Threads that load where TMA cannot: warps 0, 2 and 3, since warp 1 has the schedule role. Warp 2 is free, because
+// copies write zeros themselves and no zero role is needed.
 using CopyThreads = CopyWarps<0, 0b1101>;
-// Whether TMA brings blocks of keys from pages, by a warp (common/pages_of_block.cuh); else one thread brings them.
+// Whether a warp loads blocks of keys from pages by TMA, a box a lane (common/pages_of_block.cuh). Otherwise one thread
+// loads whole blocks.
 FMHA_DEVICE consteval bool loads_pages(const Sm90Tile& tile) { return tile.page_keys > 0; }
 FMHA_DEVICE consteval int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
-// Whether K and V lie in 8 bits beside 16 of Q, and are widened in shared memory (cache_role.cuh).
+// Whether K and V have 8-bit elements and Q 16-bit ones, so that K and V are widened in shared memory (cache_role.cuh).
 FMHA_DEVICE consteval bool widens_cache(const FwdSpec& spec, const Sm90Tile& tile) {
   return tile.stored != spec.dtype_qk;
 }
-// Whether two warps bring blocks from one place of shared memory to another.
+// Whether two warps convert blocks from one place in shared memory to another.
 FMHA_DEVICE consteval bool passes_twice(const FwdSpec& spec, const Sm90Tile& tile) {
   return prepares_v(spec, tile) || widens_cache(spec, tile);
 }
@@ -47,7 +48,7 @@ constexpr int kValueWarps = 2;  // warps that do so, or convert V: the last two 
 
 FMHA_DEVICE consteval int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
-  // Warps that prepare V, or zero rows of it.
+  // Number of warps that prepare V, or write zeros to some of its rows.
   const int others = tile.copy_bytes > 0 || takes_prepared_v(tile) ? 0 : passes_twice(spec, tile) ? kValueWarps : 1;
   return num_consumer_warps(tile) + loaders + others + (tile.bias_stages > 0);
 }
@@ -60,7 +61,7 @@ FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
   if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
   switch (num_consumers(tile)) {
     case 1: return {tile.shares > 0 ? 152 : 56, 240};  // a warp looks through the lengths of all sequences
-    // 24 spill the schedule role, 40 the cache role.
+    // With 24 registers the schedule role spills, with 40 the cache role.
     case 2: return tile.raw_stages > 0 ? Regs{56, 224} : Regs{40, 232};
     default: return {32, 160};
   }
@@ -73,9 +74,9 @@ struct Maps {
   TensorMap q, k, v, bias;
 };
 
-// P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the
-// factor by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest
-// number (448 = 2^8.8). That of bf16 to less (range.h).
+// Power of two by which P is scaled, in the exponent, which costs nothing. An 8-bit P is scaled to its type's range,
+// less the factor by which a score may exceed a stale row maximum: both together stay below the largest number (448 =
+// 2^8.8). A P of bf16 is scaled by less (range.h).
 FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   if (operand_v(spec, tile) == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(operand_v(spec, tile))) return 0;
@@ -91,17 +92,18 @@ FMHA_DEVICE consteval int raise_beyond_log2(const FwdSpec& spec, const Sm90Tile&
   return has_room ? 40 : tile.lazy_rescale_log2;
 }
 
-// Columns of O that one product of P V computes, where its sums are taken out of the tensor cores.
+// Number of columns of O that one product P V computes, where its sums are taken out of the tensor cores after each
+// block.
 FMHA_DEVICE consteval int output_columns(const FwdSpec& spec, const Sm90Tile& tile) {
   return tile.output_columns > 0 ? tile.output_columns : product_dim(spec.head_dim_v, spec.dtype_v);
 }
 
-// Elements of a row of K and of V in shared memory, of caches of 8 bits as in 16.
+// Elements of a row of K and V in shared memory: a cache of 8-bit elements has as many as one of 16-bit elements.
 FMHA_DEVICE consteval int widest_row(const FwdSpec& spec) {
   return max(tile_dim(spec.head_dim_qk, spec.dtype_qk), tile_dim(spec.head_dim_v, spec.dtype_v));
 }
 
-// A block as it lies in a cache of 8 bits.
+// A block of K or V as it lies in a cache of 8-bit elements.
 template <FwdSpec spec, Sm90Tile tile>
 struct alignas(1024) RawBlock {
   unsigned char bytes_of[tile.block_n * widest_row(spec)];
@@ -109,13 +111,13 @@ struct alignas(1024) RawBlock {
 template <Sm90Tile tile>
 using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
 using RaisedWarps = uint32_t[2];
-// O in f32 of a CTA's rows, and the tops and sums of a thread's two rows, which four threads share.
+// O in f32 of a CTA's rows, and the maxima and sums of a thread's two rows, which four threads share.
 template <FwdSpec spec, Sm90Tile tile>
 struct alignas(1024) FoldPlace {
   unsigned char bytes_of[4 * tile.block_m * (product_dim(spec.head_dim_v, spec.dtype_v) + 2)];
 };
 
-// Whether the products read V along its columns.
+// Whether the products P V read V along its columns.
 template <FwdSpec spec, Sm90Tile tile>
 constexpr bool kVColumns = spec.v_layout == VLayout::ColMajor || turns_v(spec, tile);
 // Shape of V as it lies in memory.

@@ -35,7 +35,8 @@
 
 namespace fmha::sm90 {
 
-// `Keys`: which keys queries see. With lists a tile's blocks are theirs, cut ones first.
+// The state of a consumer warpgroup. `Keys` says which keys queries see. With lists, a tile's blocks come from its
+// list, partly masked blocks first.
 template <FwdSpec spec, Sm90Tile tile, class Keys>
 struct Consumer {
   using Shared = Smem<spec, tile>;
@@ -45,8 +46,8 @@ struct Consumer {
   using ScoreSums = mma::Accumulator<n>;  // as the product leaves them
   static constexpr int dim_qk = product_dim(spec.head_dim_qk, spec.dtype_qk), dim_v = product_dim(spec.head_dim_v, spec.dtype_v);
   static constexpr DType type_v = operand_v(spec, tile);
-  // Keys computed of a first block whose later keys the mask hides from the warpgroup, as the diagonal hides them
-  // from the upper warpgroup.
+  // Number of keys computed of a first block whose later keys the mask hides from the warpgroup: under a causal mask
+  // the diagonal hides them from the upper warpgroup.
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool passes_after_max = tile.ping_pong == PingPong::AfterMax;
@@ -55,18 +56,20 @@ struct Consumer {
   // product of S. Beside sums of FP8, which have registers of their own, D 192 would spill 2 KB.
   static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
-  // Tiles for which these two options were timed, and gained (TFLOP/s, H200).
+  // Tiles for which two options, `may_have_no_rows` and `marks_raised`, were timed and found faster (TFLOP/s, H200).
   static constexpr bool of_three = !Keys::has_tile_list && consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
-  // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096
-  // rows. Full 583 and 600, causal 520 and 536.
+  // Whether a warpgroup may have no rows of the sequence, and then computes nothing. Two of three warpgroups may be so,
+  // as in one tile of 22 at 4096 rows. Full 583 and 600, causal 520 and 536.
   static constexpr bool may_have_no_rows = of_three && tile.bias_stages == 0;
-  // A raised maximum ends the blocks that skip the row-max reduction. Full, scores that grow from block to block: 498
-  // and 534. Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
+  // Whether a raised maximum ends the walk over blocks that skip the row-max reduction. Full, scores that grow from
+  // block to block: 498 and 534. Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and
+  // 639.
   static constexpr bool marks_raised = of_three && takes_turns && !has_hi;
 
-  // Scores that lie far apart: maxima are taken of three scores at a time in a loop of their own. Causal, x64 and
-  // normal: packed D 128 1.015 and 1.015. Not in clusters, x64 0.982; without a mask 1.043 and 0.993; D 256 1.000 and
-  // 0.997; of three warpgroups D 80 1.019 and 1.014, D 64 1.006 and 1.001, and at 512 keys 0.98 (an H200).
+  // Whether rows whose scores lie far apart have a loop of their own, in which maxima are taken of three scores at a
+  // time. Causal, x64 and normal: packed D 128 1.015 and 1.015. Not in clusters, x64 0.982; without a mask 1.043 and
+  // 0.993; D 256 1.000 and 0.997; of three warpgroups D 80 1.019 and 1.014, D 64 1.006 and 1.001, and at 512 keys 0.98
+  // (an H200).
   static constexpr bool takes_three = has_hi && consumers == 2 && dim_v <= 128 && tile.cluster == 1 && !is_fp8(spec.dtype_qk);
 
   using Modifiers = fmha::Modifiers<spec, tile>;
@@ -89,7 +92,7 @@ struct Consumer {
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
   DroppedBits<spec.dropout ? tile.block_n : 8> dropped;  // of the block at work
   typename Modifiers::BiasWords bias;  // of the block at work, where it is not in shared memory
-  // Under lists: whether masks cut the block at work, and its words of their bits.
+  // With lists: whether masks cut the current block, and the words of its mask bits.
   static constexpr bool fetches_bits = Keys::has_tile_list && FetchedBits<tile.block_n>::is_whole;
   FetchedBits<fetches_bits ? tile.block_n : 8> shown;
   bool is_cut = false;
@@ -98,7 +101,7 @@ struct Consumer {
   Slot<max(tile.bias_stages, 1)> bias_slot;
   Slot<kWorkSlots> work_slot;
 
-  // Keys that a tile's rows see, for this thread's rows.
+  // Which keys this thread's rows see.
   struct Rows {
     int32_t row;           // the thread's first, of the sequence's (packed) rows
     Range inside;          // the keys that all of the warpgroup's rows see
@@ -120,7 +123,7 @@ struct Consumer {
 
   FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
   FMHA_DEVICE Modifiers modifiers() const { return {p, fabsf(descale)}; }
-  // Descales vary by sequence and kv head.
+  // Loads the tile's descales, which vary by sequence and kv head.
   FMHA_DEVICE void take_scale(const Work& w) {
     if constexpr (is_fp8(spec.dtype_qk)) {
       descale = scalar_of(p.descale_q, w.i_batch, w.i_head_kv, 1.f) * scalar_of(p.descale_k, w.i_batch, w.i_head_kv, 1.f);
@@ -133,8 +136,8 @@ struct Consumer {
     work_slot.advance();
   }
 
-  // Whether `value` is true of any of the warpgroup's warps, which must agree on the products they start. Each
-  // warpgroup has its own named barrier for this.
+  // Whether `value` is true in any of the warpgroup's warps, which must agree on the products that they start. Each
+  // warpgroup votes at a named barrier of its own.
   FMHA_DEVICE bool any_warp(bool value) const {
     return !ptx::bar_red_and<mma::kWarpgroup>(kWorkWanted + 1 + index, !value);
   }
@@ -149,7 +152,7 @@ struct Consumer {
     }
   }
 
-  // One arrival for the warp, in each CTA whose loads fill the slot.
+  // Releases a slot: one arrival for the warp, in each CTA whose loads fill the slot.
   FMHA_DEVICE void release_slot(Barrier& empty) const {
     if constexpr (tile.cluster > 1) {
       const uint32_t rank = threadIdx.x % 32;
@@ -168,7 +171,7 @@ struct Consumer {
       next_q();
     }
   }
-  // The warpgroup's first row in its piece of Q.
+  // First row of the warpgroup in its piece of Q.
   FMHA_DEVICE int32_t q_row() const { return Shared::q_pieces > 1 ? 0 : index * mma::kRows; }
   template <class Sums>
   FMHA_DEVICE void start_scores(Sums& s) {
@@ -209,7 +212,7 @@ struct Consumer {
 #pragma unroll
     for (int e = 0; e < sums.num_elems; ++e) o[i * (part / 2) + e] += sums[e];
   }
-  // `last`: of the tile.
+  // Waits for the product S. `last`: it is the tile's last one, so Q's slot is released.
   FMHA_DEVICE void finish_scores(bool last) {
     ptx::wgmma_wait_group<sums_output_first(tile) ? 0 : 1>();
     release_k();
@@ -235,7 +238,7 @@ struct Consumer {
     prepare_scores<Sums::columns>(work, block);
     finish_scores(last);
   }
-  // Finishes the O of products that were started together with the scores.
+  // Waits for the O of products that were started together with the scores.
   FMHA_DEVICE void finish_overlapped_output() {
     if constexpr (!sums_output_first(tile)) finish_output();
   }
@@ -252,7 +255,7 @@ struct Consumer {
     release_slot(smem.k_empty[k_slot.index]);
     k_slot.advance();
   }
-  // Blocks that only the cluster's other CTA sees are released unread.
+  // Releases blocks that only the cluster's other CTA sees, without reading them.
   FMHA_DEVICE void skip_k(int32_t num_blocks) {
     for (int32_t i = 0; i < num_blocks; ++i) {
       ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
@@ -287,7 +290,7 @@ struct Consumer {
     next_q();
   }
 
-  // -inf where the mask hides a key of a block from the thread's two rows.
+  // Writes -inf where the mask hides a key of a block from one of the thread's two rows.
   template <int n>
   FMHA_DEVICE void mask(Scores<n>& s, const Work& work, int32_t block) const {
     const int32_t first_key = block * tile.block_n + mma::fragment_column();
@@ -300,7 +303,7 @@ struct Consumer {
     }
   }
 
-  // Raw scores to what the softmax takes.
+  // Converts raw scores to the softmax's input.
   template <int n>
   FMHA_DEVICE void modify(Scores<n>& s, const Work& work, int32_t block) {
     if constexpr (tile.bias_stages > 0) {
@@ -317,14 +320,14 @@ struct Consumer {
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
-  // Work that does not need a block's scores, done during their product: a bias from memory, and the decision which
-  // scores dropout zeros.
+  // Work that does not need a block's scores, done while their product runs: loads of a bias, and the decision which
+  // scores dropout sets to zero.
   template <int n>
   FMHA_DEVICE void prepare_scores(const Work& work, int32_t block) {
     if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
     if constexpr (spec.dropout) decide_dropped<n>(work, block);
     if constexpr (fetches_bits) {
-      // A tile without keys has block -1, and a sequence without keys no words.
+      // A tile without keys has block -1, and a sequence without keys has no words of mask bits.
       if (is_cut && block >= 0) keys.fetch(shown, span_of(work), work.i_head, rows.row, block * tile.block_n);
     }
   }
@@ -347,7 +350,7 @@ struct Consumer {
     ptx::st_shared_b32_if(ptx::shared_address(&smem.unread), 0, some);
   }
 
-  // Descales that are negative together turn S around, as a negative scale does in the product.
+  // Changes the sign of S where the product of the descales is negative; a negative scale is handled in the same place.
   template <int n>
   FMHA_DEVICE void take_sign(Scores<n>& s) const {
     if constexpr (is_fp8(spec.dtype_qk)) {
@@ -370,7 +373,7 @@ struct Consumer {
     }
   }
 
-  // S to P of block `block` of a tile.
+  // Converts S of block `block` of a tile to P.
   template <bool nonnegative = false, int n>
   FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge, bool passes_turn = false) {
     take_sign(s);
@@ -406,7 +409,7 @@ struct Consumer {
     return ptx::uniform(last_query + work.hi < (work.last_block - first_of(work)) * tile.block_n + half_n);
   }
 
-  // The first block of a tile, with no product of another tile under way.
+  // Computes the first block of a tile when no product of another tile is in flight.
   FMHA_DEVICE void first_block() {
     const Work& w = work();
     rows = rows_of(w);
@@ -472,12 +475,13 @@ struct Consumer {
     take_probs(s);
     return raised;
   }
-  // Whether one of the thread's two rows is the sequence's: what follows a packed sequence must not sway a vote.
+  // Whether row r of the thread's two exists in the sequence: rows beyond a packed sequence belong to another one, and
+  // must not influence a vote.
   FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
 
-  // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered, nor from one beside a maximum so large that it would not rise by the difference: it is
-  // computed again. False where no row of the sequence needed it.
+  // Raises running maxima that were too low for this block, after its exponentials. If a P has overflowed f32, or the
+  // maximum is so large that adding the difference would not change it, the score cannot be recovered from P and is
+  // recomputed. Returns false if no row of the sequence needed this.
   FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
     const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
     if (!__any_sync(ptx::kAllLanes, softmax.exceed_power(real_sums, raise_beyond_log2(spec, tile)))) return false;
@@ -507,12 +511,12 @@ struct Consumer {
     return reinterpret_cast<uint8_t*>(&smem.raised[index][octave & 1])[threadIdx.x / 32 % 4];
   }
   FMHA_DEVICE int32_t octave_of(int32_t block) const { return 31 - __clz(work().last_block - block); }
-  // The last block of the piece that `block`, not the tile's first, is in.
+  // Last block of the piece that contains `block`, which is not the tile's first.
   FMHA_DEVICE int32_t last_of_piece(int32_t block) const {
     return work().last_block - (1 << (32 - __clz(max(work().last_block - block - 1, 1))));
   }
-  // Whether, after the last block of a piece, a warp of the warpgroup has raised running maxima in the octave before
-  // it.
+  // Whether a warp of this warpgroup has raised running maxima in the octave before, called after the last block of a
+  // piece.
   FMHA_DEVICE bool has_raised(int32_t last_of_piece) const {
     return __any_sync(ptx::kAllLanes, smem.raised[index][(octave_of(last_of_piece) & 1) ^ 1] != 0);
   }
@@ -541,17 +545,17 @@ struct Consumer {
     return apart;
   }
 
-  // Whether a running maximum of the sequence's rows is negative. Else none will be, and maxima are taken of three
-  // scores at a time.
+  // Whether a running maximum of the sequence's rows is negative. If none is, none will become so, and maxima may be
+  // taken of three scores at a time.
   FMHA_DEVICE bool has_negative_max() const {
     return (is_row(0) && softmax.rows[0].row_max < 0.f) || (is_row(1) && softmax.rows[1].row_max < 0.f);
   }
-  // Whether any of the warpgroup's rows is the sequence's.
+  // Whether any row of the warpgroup exists in the sequence.
   FMHA_DEVICE bool has_rows() const {
     return ptx::uniform(query_of<tile>(p, work().first_row + index * mma::kRows) < work().seqlen_q);
   }
-  // The tile's blocks but the first, of a warpgroup without rows: released unread, its turns passed on. What O then
-  // holds is not stored.
+  // Walks the tile's blocks but the first for a warpgroup without rows: it releases them unread and passes its
+  // ping-pong turns on. The O that it holds is not stored.
   FMHA_DEVICE void pass_blocks() {
     const int32_t num_others = work().num_blocks - first_of(work()) - 1;
 #pragma unroll 1
@@ -564,7 +568,7 @@ struct Consumer {
     if constexpr (release_q_early) release_q(num_others > 0);
   }
 
-  // The tile's blocks but the first.
+  // Walks the tile's blocks but the first.
   FMHA_DEVICE void other_blocks() {
     if constexpr (may_have_no_rows) {
       if (!has_rows()) return pass_blocks();
@@ -601,7 +605,7 @@ struct Consumer {
 #pragma unroll 1
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
-      // The vote of a warp is uniform, and ptxas can prove it: otherwise slot indices would not stay in uniform
+      // The vote of a warp is uniform in a way that ptxas can prove. Otherwise slot indices would not stay in uniform
       // registers.
       if constexpr (marks_raised) raised = sees_mark();
       if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
@@ -634,8 +638,8 @@ struct Consumer {
     }
   }
 
-  // The tile's blocks but the first, part after part. Within a part the blocks that no mask cuts take their maxima of
-  // three scores at a time, to the same bits, where no running maximum is negative.
+  // Walks the tile's blocks but the first, part after part of the keys. Within a part the blocks that no mask cuts take
+  // their maxima of three scores at a time, to the same bits, where no running maximum is negative.
   FMHA_DEVICE void walk_parts() {
     const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
     int32_t i = first_of(work()) + 1;
@@ -660,7 +664,7 @@ struct Consumer {
     }
   }
 
-  // The last P V of a part, beside the first S of the part below it.
+  // Issues the last P V of a part together with the first S of the next part, whose keys are lower.
   FMHA_DEVICE void begin_part(int32_t block, bool last) {
     ScoreSums<tile.block_n> sums;
     overlap_products(sums, true, last, work(), block);
@@ -682,8 +686,9 @@ struct Consumer {
     o.clear();
   }
 
-  // The blocks of a list but the first: those that are cut and the first whole one take exact maxima, the others as
-  // `walk_skipping_row_max` says. A block's index is read from memory while the block before is computed.
+  // Walks the blocks of a list but the first. Partly masked blocks and the first fully visible one take exact maxima;
+  // the others may skip the row-max reduction (`walk_skipping_row_max`). A block's index is read from memory while the
+  // block before is computed.
   FMHA_DEVICE void walk_list() {
     const int32_t num_blocks = work().num_blocks, num_cut = work().num_band_blocks;
     int32_t i = 1, next = block_of(work(), min(i, num_blocks - 1)), exact_to = num_blocks;
@@ -715,7 +720,7 @@ struct Consumer {
     }
   }
 
-  // A tile's last P V, and the next tile's first S started beside it.
+  // Issues a tile's last P V together with the next tile's first S.
   FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
     take_scale(next);
     take_q();

@@ -1,4 +1,4 @@
-// O and LSE of a finished tile, from registers to memory.
+// Stores O and LSE of a finished tile from registers to memory.
 #pragma once
 #include <fmha/common/output_place.cuh>
 #include <fmha/common/quads.cuh>
@@ -9,8 +9,8 @@
 
 namespace fmha::sm90 {
 
-// Recomputes those of a warp's 16 rows that any lane has flagged as non-finite. `row` is the thread's first in its
-// tile. The rows have been stored, as they were, before the warp's last synchronisation.
+// Recomputes those of a warp's 16 rows that any lane has flagged as non-finite. `row` is the thread's first row in its
+// tile. The flagged rows' first results have been stored before the warp's last synchronisation.
 template <FwdSpec spec, Sm90Tile tile, class Keys>
 FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2],
                                 const Keys& keys) {
@@ -67,7 +67,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
   for (int r = 0; r < 2; ++r)
     ends[r] = end_of_thread<spec, tile>(p, work, of_thread[r], rows[r], scale_log2, offset_log2, o, r);
   if constexpr (tile.fold_keys > 0) {
-    // A warpgroup without rows may have walked no block, and then has folded nothing.
+    // A warpgroup without rows may have walked no block, so it has no folded O to read.
     const bool has_rows = of_thread[0].i < work.seqlen_q;
     if (ptx::uniform(has_rows && FoldedOutput<spec, tile>::has_several_parts(work)))
       FoldedOutput<spec, tile>::template add<true>(p, false, ends, o);
@@ -85,7 +85,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
   if constexpr (leaves_rows_to_fold<tile, Keys>()) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Any of a row's four lanes may have found a value.
+      // Any of a row's four lanes may have found a NaN or an infinity.
       const bool found = ptx::vote_ballot(suspect[r]) >> (threadIdx.x % 32 / 4 * 4) & 15;
       ptx::st_global_f32_if(of_thread[r].to.lse(p), float_of(kAgainBits), found && quad_lane == 0);
     }

@@ -20,13 +20,15 @@ struct FoldedOutput {
   static constexpr int num_chunks = Output::num_elems / 4, threads = mma::kWarpgroup * num_consumers(tile);
   static constexpr int blocks_of_part = max(tile.fold_keys / tile.block_n, 1);
   static constexpr bool in_shared = tile.fold_in_shared;
-  // Chunks under way, four registers each: all of them where registers are free, since each wait for the L2 counts.
+  // Number of 16-byte chunks in flight, four registers each: all of them where registers are free, since each wait for
+  // the L2 takes long.
   static constexpr bool is_crowded = Output::columns > 128 || num_consumers(tile) > 2;
   static constexpr int free_chunks = Output::columns > 192 ? 4 : is_crowded ? 8 : 16;
   static constexpr int at_once = min(num_chunks, in_shared ? 4 : free_chunks);
 
   FMHA_DEVICE static uint32_t thread() { return threadIdx.x - mma::kWarpgroup; }
-  // Four numbers of the fold: n-th of a thread, those of O, and behind them the tops and sums of two rows.
+  // Loads or stores the n-th four numbers of a thread's fold: those of O, and behind them the maxima and sums of its
+  // two rows.
   FMHA_DEVICE static void load(const FwdParams& p, int n, uint32_t of, float (&four)[4]) {
     if constexpr (in_shared) {
       ptx::ld_shared_v4_f32(four, shared_place(n, of));
@@ -50,12 +52,12 @@ struct FoldedOutput {
     return reinterpret_cast<float*>(begin) + ((uint64_t(blockIdx.x) * (num_chunks + 1) + n) * threads + of) * 4;
   }
 
-  // The highest block that a tile's rows walk: those that only the cluster's other CTA sees lie above it. A tile
-  // without keys has block -1.
+  // Highest block that a tile's rows walk; blocks that only the cluster's other CTA sees lie above it. A tile without
+  // keys has block -1.
   FMHA_DEVICE static int32_t highest_block(const Work& work) {
     return max(work.last_block - (can_hide_blocks<spec, tile>() ? work.num_hidden : 0), 0);
   }
-  // Whether a block lies in the part that a tile begins with.
+  // Whether a block lies in the part of the keys that a tile begins with.
   FMHA_DEVICE static bool is_in_first_part(const Work& work, int32_t block) {
     return block / blocks_of_part == highest_block(work) / blocks_of_part;
   }
@@ -63,8 +65,8 @@ struct FoldedOutput {
     return !is_in_first_part(work, max(work.last_block - work.num_blocks + 1, 0));
   }
 
-  // Adds a part to those above it, of which there are none if it is the tile's first. What they come to stays in `o`
-  // and in the ends if the part is the tile's last, else in memory.
+  // Adds a part of the keys to the parts above it; a tile's first part has none above. The result stays in `o` and in
+  // the row ends if the part is the tile's last, otherwise it goes to memory.
   template <bool last>
   FMHA_DEVICE static void add(const FwdParams& p, bool first, PartEnd (&ends)[2], Output& o) {
     float state[4] = {-infinity(), 0.f, -infinity(), 0.f};
@@ -75,7 +77,8 @@ struct FoldedOutput {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       FoldedRow row = {state[2 * r], state[2 * r + 1]};
-      // The sum of a row that is to be computed again is -1, and stays so. Any of its four threads may have found that.
+      // The sum of a row that must be recomputed is set to -1, and stays -1. Any of the row's four threads may have
+      // found that it must.
       const bool found = ptx::vote_ballot(ends[r].again) >> first_of_quad & 15;
       const bool again = found || row.sum < 0.f;
       weights[r] = row.take(ends[r].result.lse);
@@ -93,7 +96,7 @@ struct FoldedOutput {
       float old[at_once][4];
 #pragma unroll
       for (int c = 0; c < at_once; ++c) {
-        // The fold of no parts is -0.
+        // O before the first part is -0, the neutral element of addition.
         old[c][0] = old[c][1] = old[c][2] = old[c][3] = -0.f;
       }
       if (!first) {
@@ -110,14 +113,15 @@ struct FoldedOutput {
         for (int e = 0; e < 4; ++e) {
           const int at = 4 * (begin + c) + e, r = Output::row(at);
           next[e] = fold(old[c][e], element_of_part(__fmul_rn(o[at], ends[r].result.factor), seen[r]), weights[r]);
-          // The fold of no parts is -0: a row that sees no key has +0, as where its parts are folded apart.
+          // A row that sees no key gets +0 in place of the -0 of an empty fold: the launch that folds parts gives +0
+          // too.
           if constexpr (last) o[at] = state[2 * r + 1] == 0.f ? 0.f : next[e];
         }
         if constexpr (!last) store(p, begin + c, thread(), next);
       }
     }
     if constexpr (last) {
-      // A row that sees no key has no sum, and the O of no parts.
+      // A row that sees no key has the sum 0, and O of an empty fold.
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         ends[r].result = {state[2 * r + 1] == 0.f ? 0.f : 1.f, FoldedRow{state[2 * r], state[2 * r + 1]}.lse()};

@@ -89,7 +89,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) {
-    // Prefetches the maps before the previous grid ends: they are arguments.
+    // Prefetches the tensor maps before the previous grid ends; as kernel arguments they do not depend on it.
     if constexpr (tile.copy_bytes == 0) {
       ptx::prefetch_tensormap(maps.q);
       ptx::prefetch_tensormap(maps.k);
@@ -98,7 +98,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     init_barriers(smem);
   }
   if constexpr (whole_groups<tile>()) {
-    // Rows that are left over are loaded by no box, and multiplied.
+    // Rows of a tile that no TMA box loads are set to zero, since the products read them.
     for (int i = 0; i < Smem<spec, tile>::q_buffers; ++i) zero_rows(smem.q[i], rows_of_tile<tile>(p), threadIdx.x, num_threads(tile));
     ptx::fence_proxy_async();
   }

@@ -10,7 +10,7 @@ template <FwdSpec spec, Sm90Tile tile, bool has_function>
 FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSchedule& schedule,
                             const MaskDataParams& masks,
                             const TileList& list) {
-  // Masks that hide a key may hide a NaN of V, and a kernel whose spec has no mask does not look for one.
+  // Masks that hide a key may hide a NaN of V. A kernel whose spec has no mask does not test for hidden NaNs.
   static_assert(spec.mask != MaskKind::Full, "sm90: masks as data hide keys");
   static_assert(tile.split_keys == 0, "sm90: whole sequences");
   static_assert(!is_fp8(spec.dtype_qk), "sm90: under masks as data types of 16 bits");

@@ -1,4 +1,5 @@
-// The load role: one thread issues TMA loads, of pages a warp's lanes do, or three warps copy themselves.
+// The load role: one thread issues TMA loads; with pages all lanes of its warp do; where TMA cannot load, three warps
+// copy.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/common/arrivals.cuh>
@@ -12,7 +13,8 @@
 
 namespace fmha::sm90 {
 
-// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do. `SeenKeys`: which keys queries see.
+// The load role. `ArrivedKeys` waits for keys that other devices copy while the kernel runs, if there are any;
+// `SeenKeys` says which keys queries see.
 template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys, class SeenKeys>
 struct Loader {
   using Shared = Smem<spec, tile>;
@@ -28,7 +30,7 @@ struct Loader {
   Slot<kWorkSlots> work_slot;
 
   static constexpr bool copies = tile.copy_bytes > 0, paged = loads_pages(tile);
-  // With pages a whole warp loads, of which one lane waits for the others and arrives.
+  // With pages a whole warp loads, and one lane waits at barriers and arrives for all.
   static constexpr bool by_warp = copies || paged;
   const bool leads = threadIdx.x % 32 == 0;
   // Pages of the newest K block, and of the one whose V comes next: V lies where K does. Without pages a block is one
@@ -66,7 +68,7 @@ struct Loader {
       return;
     }
     if (!paged || leads) {
-      // The box is lower where whole groups do not fill the tile.
+      // A box has fewer rows than the tile where whole groups of heads do not fill it.
       constexpr int row_bytes = Tile::num_chunks * Tile::span_bytes;
       ptx::mbarrier_arrive_expect_tx(full, whole_groups<tile>() ? rows_of_tile<tile>(p) * row_bytes : Tile::tile_bytes);
       const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
@@ -78,12 +80,12 @@ struct Loader {
                                      work.storage_batch, ptx::CacheHint::EvictFirst);
       }
     }
-    // A lane that is late must not find the phase after its own.
+    // Keeps the lanes together: a lane that is late at a barrier could otherwise miss the phase.
     if constexpr (paged) __syncwarp();
     q_slot.advance();
   }
 
-  // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
+  // First keys of a tile's blocks, kept in registers, so that a load is issued as soon as its slot is released.
   struct Keys {
     const SeenKeys& seen;
     int32_t i_batch, i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty, part;
@@ -108,14 +110,14 @@ struct Loader {
     }
   };
 
-  // `columns`: the keys of a row lie side by side, [dim, keys].
+  // Loads a block. `columns`: the keys of a row are contiguous, as in [dim, keys].
   template <bool columns, class Tile, class Ring>
   FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, Barrier& full, Barrier& empty, Ring& slot,
                               const Keys& keys, int32_t i) {
     const int32_t row = keys.row(i);
     load_box(to, map, full, empty, slot, {columns ? row : 0, columns ? 0 : row, keys.i_head_kv, keys.storage_batch});
   }
-  // A barrier as the boxes of pages signal it.
+  // Barrier of a slot in the form in which the TMA boxes of pages arrive at it.
   struct Full {
     Barrier& barrier;
     FMHA_DEVICE void load(uint32_t to, const TensorMap& map, int32_t c0, int32_t c1, int32_t c2, int32_t c3,
@@ -123,7 +125,7 @@ struct Loader {
       ptx::cp_async_bulk_tensor_4d(to, map, barrier, c0, c1, c2, c3, hint);
     }
   };
-  // A block that lies in pages, by all lanes of the warp.
+  // Loads a block that lies in pages. All lanes of the warp call it.
   template <class Tile, class Ring>
   FMHA_DEVICE void load_pages(const Tile& to, const TensorMap& map, Barrier& full, Barrier& empty, Ring& slot,
                               const Keys& keys, const Pages& pages) {
@@ -133,14 +135,15 @@ struct Loader {
     pages.load(to, map, Full{full}, keys.i_head_kv);
     slot.advance();
   }
-  // A block that lies in the workspace as its tile does. Of a tile without keys it has block -1, where TMA reads zeros.
+  // Loads a block that the workspace holds in the tile's own layout. A tile without keys has block -1, where TMA reads
+  // zeros.
   FMHA_DEVICE void load_prepared(const Keys& keys, int32_t i) {
     const int32_t block = keys.block(i), head = keys.i_batch * p.num_heads_kv + keys.i_head_kv;
     if constexpr (tile.prepare_v == PrepareV::Beside) wait_until_prepared<spec, tile>(values, head, block);
     load_box(smem.v[v_slot.index], maps.v, smem.v_full[v_slot.index], smem.v_empty[v_slot.index], v_slot, {0, 0, block, head});
   }
 
-  // Start of a block in its map.
+  // Coordinates of a block's start in its tensor map.
   struct Place {
     int32_t c0, c1, c2, c3;
   };
@@ -149,7 +152,7 @@ struct Loader {
                             const Place& at) {
     wait(empty, slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
-    // A cluster's CTAs load a share of the rows each, for all.
+    // The CTAs of a cluster divide a block's rows: each loads its share for all of them.
     constexpr int share = Tile::rows / tile.cluster;
     const int32_t first = cluster_rank<tile>() * share;
 #pragma unroll
@@ -166,7 +169,7 @@ struct Loader {
     slot.advance();
   }
 
-  // A block of a cache that is to be widened, to the ring of those as they lie.
+  // Loads an 8-bit block of a cache to the ring from which it is widened.
   template <class Tile>
   FMHA_DEVICE void load_raw(const TensorMap& map, const Keys& keys, int32_t i, const Pages& pages) {
     const Tile& to = reinterpret_cast<const Tile&>(smem.cache[raw_slot.index]);
@@ -201,7 +204,7 @@ struct Loader {
     if constexpr (copies) {
       copy_block(smem.k, p.k, spec.head_dim_qk, smem.k_full, smem.k_empty, k_slot, keys, i);
     } else if constexpr (paged) {
-      // The table is read before the wait for the block's slot.
+      // Reads the block table before the wait for the block's slot.
       v_pages = k_pages;
       k_pages = Pages::find(p, keys.i_batch, keys.block(i) * tile.block_n, keys.seqlen_k);
       if constexpr (widens_cache(spec, tile)) {
@@ -216,7 +219,7 @@ struct Loader {
       load_block<false>(smem.k[k_slot.index], maps.k, smem.k_full[k_slot.index], smem.k_empty[k_slot.index], k_slot, keys, i);
     }
   }
-  // `newest`: V of the newest K block, else of the one before it.
+  // Loads a V block: that of the newest K block with `newest`, otherwise that of the K block before.
   FMHA_DEVICE void load_v(const Keys& keys, int32_t i, bool newest = false) {
     if constexpr (copies) {
       copy_block(smem.v, p.v, spec.head_dim_v, smem.v_full, smem.v_empty, v_slot, keys, i);
@@ -249,12 +252,12 @@ struct Loader {
     ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
-  // The next tile, once it is planned: its Q (the first piece) and first K. Returns its number of blocks.
+  // Waits until the next tile is planned, and loads its Q (the first piece) and first K. Returns its number of blocks.
   FMHA_DEVICE int32_t begin_tile() {
     wait(smem.work_full[work_slot.index], work_slot.phase);
     const Work& work = smem.work[work_slot.index];
     if (work.num_blocks > 0) {
-      // Without lookahead there is one place for Q, and it is free last.
+      // Without lookahead Q has a single slot, which becomes free last, so K is loaded first.
       if constexpr (!looks_ahead(tile)) load_k(Keys(work, seen), 0);
       load_q(work, 0);
       if constexpr (looks_ahead(tile)) load_k(Keys(work, seen), 0);
@@ -292,7 +295,7 @@ struct Loader {
       const int32_t last = num_blocks - 1;
       if constexpr (looks_ahead(tile)) {
         num_blocks = begin_tile();
-        // Where no tile follows, no K has come since this block's.
+        // If no tile follows, the newest K block is still this tile's last.
         load_v(keys, last, num_blocks == 0);
       } else {
         load_v(keys, last, true);

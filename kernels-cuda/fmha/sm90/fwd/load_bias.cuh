@@ -19,7 +19,7 @@ struct BiasRole {
     const int32_t at = warpgroup * tile.bias_stages + slot.index;
     ptx::mbarrier_wait_parity(smem.bias_empty[at], slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(smem.bias_full[at], Tile::tile_bytes);
-    // A bias that is the same for all heads or sequences has a stride of 0 there, and one of them in the map.
+    // A bias that all heads or all sequences share has a stride of 0 in that dimension, and extent 1 in the tensor map.
     const int32_t i_head = p.bias.head == 0 ? 0 : work.i_head, i_batch = p.bias.batch == 0 ? 0 : work.i_batch;
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {

@@ -24,8 +24,9 @@ namespace fmha::sm90 {
 
 constexpr int kPrepareThreads = 256;
 
-// A warp's unit of work is a part of a block of a kv head: some 2 KB that are read, since the first tiles wait for
-// their first blocks. Widened are sixteen keys of all dimensions (of few, 32), turned 32 keys of 64 dimensions.
+// Keys of a warp's unit of work, a part of a block of a kv head. A unit reads some 2 KB, since the first tiles wait for
+// their first blocks. A widened unit has sixteen keys of all dimensions (32 keys if these are few), a transposed one 32
+// keys of 64 dimensions.
 FMHA_DEVICE consteval int unit_keys(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool wide = !widens_v(spec, tile) || padded_dim(spec.head_dim_v) <= 64;
   return wide && tile.block_n % 32 == 0 ? 32 : 16;
@@ -54,7 +55,8 @@ FMHA_DEVICE Unit unit_at(const PreparedValues& values, int32_t index) {
   return {first_head + of_block / parts, values.num_blocks - 1 - from_last, of_block % parts};
 }
 
-// `count` bytes of a row from `column` on, words of four; zeros beyond `dim`, and where the row is not `there`.
+// Loads `count` bytes of a row from `column` on, as words of four bytes. Bytes beyond `dim`, and rows that are not
+// `there`, become zeros.
 template <int count, int dim>
 FMHA_DEVICE void load_bytes(uint32_t (&words)[count / 4], const uint8_t* row, int32_t column, bool there) {
   const bool whole = there && column + count <= dim;
@@ -72,15 +74,15 @@ FMHA_DEVICE void load_bytes(uint32_t (&words)[count / 4], const uint8_t* row, in
   }
 }
 
-// Largest divisor of `number` that is at most `most`.
+// Largest divisor of `number` that does not exceed `most`.
 FMHA_DEVICE constexpr int largest_divisor(int number, int most) {
   while (number % most != 0) --most;
   return most;
 }
 
-// Keys of a block to f16, eight elements to a lane at a time, so that a warp stores whole lines. `from` is the first
-// key's row in memory, `num_there` how many keys are seen, `to` the first key's in the workspace. `batch`: loads
-// before their stores, for the registers of the threads.
+// Converts keys of a block to f16, eight elements to a lane at a time, so that a warp stores whole lines. `from` is the
+// first key's row in memory, `num_there` how many keys are seen, `to` the first key's in the workspace. `batch`: number
+// of loads before the first store, as the threads' registers allow.
 template <FwdSpec spec, Sm90Tile tile, int batch>
 FMHA_DEVICE void widen_unit(const uint8_t* from, int64_t row_stride, int32_t num_there, uint16_t* to) {
   constexpr int words = padded_dim(spec.head_dim_v) / 8, steps = unit_keys(spec, tile) * words / 32;
@@ -109,9 +111,9 @@ FMHA_DEVICE void widen_unit(const uint8_t* from, int64_t row_stride, int32_t num
   }
 }
 
-// 32 keys of a block and 64 dimensions turned, as turn_values.cuh stores them: a lane has four dimensions of sixteen
-// keys, its neighbour the same dimensions of the next sixteen, so that two store 32 bytes. `to` is where the keys
-// begin in the block's first row, `dim0` the first dimension.
+// Transposes 32 keys of a block by 64 dimensions, to the order of turn_values.cuh. A lane has four dimensions of
+// sixteen keys, and its neighbour the same dimensions of the next sixteen keys, so that both together store 32 bytes.
+// `to` is where the keys begin in the block's first row, `dim0` the first dimension.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void turn_unit(const uint8_t* from, int64_t row_stride, int32_t num_there, uint8_t* to, int32_t dim0) {
   constexpr int rows = padded_dim(spec.head_dim_v);
@@ -159,7 +161,7 @@ FMHA_DEVICE bool prepare_unit(const FwdParams& p, const PreparedValues& values, 
   return true;
 }
 
-// The launch before: a warp to a unit.
+// The launch before the main kernel that prepares V: a warp for each unit of work.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void prepare_values(const FwdParams& p, const PreparedValues& values) {
   ptx::launch_dependents();
@@ -181,7 +183,7 @@ FMHA_DEVICE int32_t* finished_units(const PreparedValues& values, int32_t head, 
 
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void prepare_beside(const FwdParams& p, const PreparedValues& values) {
-  // A thread beside three consumers has few registers.
+  // A thread beside three consumer warpgroups has few registers, so it has fewer loads in flight.
   constexpr int batch = num_consumers(tile) > 2 ? 4 : 8;
   int32_t index = claim_unit(values);
   while (index < values.num_units) {

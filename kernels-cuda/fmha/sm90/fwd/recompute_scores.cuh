@@ -10,10 +10,11 @@
 
 namespace fmha::sm90 {
 
-// Elements of 8 bits are computed with as f16, which holds them exactly.
+// Type in which scores are recomputed. 8-bit elements are converted to f16, which holds them exactly.
 FMHA_DEVICE constexpr DType recompute_type(DType dtype) { return is_fp8(dtype) ? DType::F16 : dtype; }
 
-// Two neighbouring elements of a row, packed; beyond `dim` zeros. No branch: see common/recompute_row.cuh.
+// Loads two neighbouring elements of a row, packed; elements beyond `dim` are zeros. It has no branch
+// (common/recompute_row.cuh says why).
 template <DType dtype>
 FMHA_DEVICE uint32_t load_pair(const View& x, int64_t row, int32_t column, int32_t dim) {
   constexpr int bits = 8 * size_bytes(dtype);
@@ -25,7 +26,8 @@ FMHA_DEVICE uint32_t load_pair(const View& x, int64_t row, int32_t column, int32
   return pair;
 }
 
-// Two neighbouring elements of a key. Those of a cache of 8 bits beside 16 are widened, times their descale.
+// Loads two neighbouring elements of a key. Elements of an 8-bit cache are widened to Q's 16-bit type and multiplied by
+// their descale.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE uint32_t load_key_pair(const View& x, int64_t row, int32_t column, float factor) {
   constexpr int32_t dim = spec.head_dim_qk;
@@ -39,7 +41,7 @@ FMHA_DEVICE uint32_t load_key_pair(const View& x, int64_t row, int32_t column, f
   }
 }
 
-// Moves the first `count` elements behind the last.
+// Rotates an array of registers: moves the first `count` elements behind the last.
 template <int count, int n>
 FMHA_DEVICE void rotate(mma::Accumulator<n>& s) {
   const mma::Accumulator<n> before = s;
@@ -47,7 +49,7 @@ FMHA_DEVICE void rotate(mma::Accumulator<n>& s) {
   for (int e = 0; e < s.num_elems; ++e) s[e] = before[(e + count) % s.num_elems];
 }
 
-// S of the thread's rows `row` and `row + 8`, with the accumulator's layout, which is that of mma.sync; all of
+// Computes S of the thread's rows `row` and `row + 8`, in the accumulator's layout, which is that of mma.sync; all of
 // the block's keys are the sequence's.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t row, int32_t block,
@@ -60,7 +62,7 @@ FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t 
   for (int r = 0; r < 2; ++r) {
     const int32_t packed_row = row + 8 * r, query = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - query * p.gqa_ratio : work.i_head;
-    // Rows beyond the sequence are not stored.
+    // Rows beyond the sequence read the last row instead; their results are not stored.
     q_row[r] = row_offset(p.q, work.storage_batch, work.q_row + min(query, work.seqlen_q - 1), i_head);
   }
   const int32_t first_key = block * tile.block_n + threadIdx.x % 32 / 4;

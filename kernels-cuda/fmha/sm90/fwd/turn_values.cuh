@@ -14,14 +14,14 @@
 
 namespace fmha::sm90 {
 
-// Dimension in column `column` of O, for a V that was transposed.
+// Dimension of V that column `column` of O holds, for a V that was transposed here.
 FMHA_DEVICE constexpr int dim_at(int column) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2; }
-// Column of O in which a dimension stands.
+// Column of O that holds dimension `dim`.
 FMHA_DEVICE constexpr int column_of(int dim) { return dim / 16 * 16 + dim % 2 * 8 + dim % 16 / 2; }
 
-// Each warp takes sixteen of 32 keys. A few loads come before their stores, or each store would wait for its load, and
-// each load for the store before; how many, and that more than
-// 160 dimensions come in parts, is for the role's registers.
+// Transposes a block; each warp takes sixteen of 32 keys. `batch` loads are issued before the first store, so that
+// stores do not wait for single loads. The role's registers limit their number, and more than 160 dimensions are
+// processed in parts.
 template <int batch, class Raw, class Turned>
 FMHA_DEVICE void turn_values(const Raw& raw, const Turned& turned) {
   constexpr int all_steps = Turned::rows / 32, steps = all_steps > 5 ? Raw::span / 32 : all_steps;

@@ -1,5 +1,5 @@
 // The value role: two warps bring a V of 8 bits from one ring of shared memory to another, in the form that the
-// products take: widened to f16, or turned. V rows that are not the sequence's are zeroed first, as zero_values.cuh
+// products take: widened to f16, or transposed. V rows that are not the sequence's are zeroed first, as zero_values.cuh
 // does for other types.
 #pragma once
 #include <fmha/common/zero_rows.cuh>
@@ -35,7 +35,7 @@ struct ValueRole {
     }
     ptx::mbarrier_wait_parity(smem.v_empty[stage], slot.phase ^ 1);
     __syncwarp();
-    // Some loads come before their stores, or each store would wait for its load, and each load for the store before.
+    // Several loads are issued before the first store, so that stores do not wait for single loads.
     constexpr int batch = num_consumers(tile) > 2 ? 2 : 4;
     if constexpr (Shared::turned) {
       turn_values<batch>(raw, smem.v[stage]);

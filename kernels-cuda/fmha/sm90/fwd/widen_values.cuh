@@ -1,4 +1,4 @@
-// A V of 8-bit elements to f16, which holds every one of them: P V is then a product of f16, whose sums the tensor
+// Converts a V of 8-bit elements to f16, which holds them exactly: P V is then a product of f16, whose sums the tensor
 // cores keep in f32, where those of 8-bit products have some 14 bits.
 //
 // A lane takes 16 elements at a time, a warp 8 rows of 64 (or, where a row is no multiple of that, 16 of 32), at
@@ -12,7 +12,7 @@
 
 namespace fmha::sm90 {
 
-// Converts eight elements to f16. Codes of e5m2 are the upper halves of f16.
+// Converts eight elements to f16. An e5m2 number is the upper half of an f16 number.
 template <DType dtype>
 FMHA_DEVICE void widen_pairs(uint32_t (&wide)[4], uint32_t first, uint32_t second) {
   if constexpr (dtype == DType::E5m2) {
@@ -24,8 +24,8 @@ FMHA_DEVICE void widen_pairs(uint32_t (&wide)[4], uint32_t first, uint32_t secon
   }
 }
 
-// Two warps, each every other group of rows. `store` widens and stores eight elements of a row at an address. `batch`:
-// loads before their stores, for the role's registers.
+// Widens a block by two warps, each with every second group of rows. `store` widens and stores eight elements of a row
+// at an address. `batch`: number of loads before the first store, as the role's registers allow.
 template <int batch, class Raw, class Wide, class Store>
 FMHA_DEVICE void widen_rows(const Raw& raw, const Wide& wide, Store store) {
   static_assert(Raw::rows == Wide::rows && Raw::dim == Wide::dim, "the same elements");

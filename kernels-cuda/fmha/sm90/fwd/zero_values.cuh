@@ -1,6 +1,6 @@
-// The zero role: V rows that are not the sequence's (padding, another sequence) may hold anything, NaN included,
-// and NaN times their P of 0 would be NaN in O. They stand in a tile's first block alone; a warp that the load
-// role has to spare zeroes them before the block is announced to the consumers.
+// The zero role: V rows that are not the sequence's (padding, another sequence) may hold anything, NaN included, and
+// NaN times their P of 0 would be NaN in O. Only a tile's first block has such rows. A warp of the load role's
+// warpgroup zeroes them before it announces the block to the consumers.
 #pragma once
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/sm90/fwd/config.cuh>

@@ -82,11 +82,12 @@ struct Piece {
   FMHA_DEVICE bool has_tokens_of(const Piece& other) const {
     return first_row == other.first_row && seen == other.seen;
   }
-  // Whether the item's tokens may stay: half of the slots are left for those of the next item.
+  // Whether the item's tokens may stay in shared memory for the next item: half of the slots must be left for the next
+  // item's tokens.
   FMHA_DEVICE bool stays() const { return __popc(seen) <= tile.stages_q / 2; }
 };
 
-// The load role, a warp.
+// The load role, which one warp has.
 template <IndexSpec spec, Sm90IndexTile tile>
 struct Loader {
   using Shared = Smem<spec, tile>;
@@ -177,7 +178,7 @@ struct Loader {
   }
 };
 
-// A warpgroup that multiplies: `warpgroup_tiles` times 64 keys.
+// A consumer warpgroup: it multiplies `warpgroup_tiles` times 64 keys.
 template <IndexSpec spec, Sm90IndexTile tile>
 struct Consumer {
   using Shared = Smem<spec, tile>;
@@ -197,7 +198,7 @@ struct Consumer {
   float weights[columns];
 
   FMHA_DEVICE bool signals() const { return threadIdx.x % 32 == 0; }
-  // The first key of a tile of the warpgroup's, of the CTA's.
+  // First key of the warpgroup's tile `m`, counted in the CTA's keys.
   FMHA_DEVICE int32_t key_of(int32_t m) const { return (index * tiles + m) * mma::kRows; }
 
   FMHA_DEVICE void take_keys() {
@@ -230,7 +231,7 @@ struct Consumer {
     mma::start_register_product_abt<spec.dtype_k, 1>(to, keys[m], smem.q[slot.index], 0, false);
   }
 
-  // Weighted sums over this thread's heads, of its upper and its lower key. Even and odd columns by themselves.
+  // Weighted sums over this thread's heads, of its upper and its lower key. Even and odd columns have separate sums.
   template <bool scaled>
   FMHA_DEVICE void weigh(float (&sum)[2], const Sums& x, const float (&by)[2]) const {
     float part[2][2] = {};
@@ -244,7 +245,8 @@ struct Consumer {
     for (int32_t r = 0; r < 2; ++r) sum[r] = part[r][0] + part[r][1];
   }
 
-  // The score of one key of the sixteen of the warp's: of the upper eight in even lanes, of the lower in odd ones.
+  // Score of the key that this lane stores. Of the warp's sixteen keys even lanes have the upper eight and odd lanes
+  // the lower eight.
   FMHA_DEVICE float score_of(const Sums& x, const float (&by)[2]) const {
     float sum[2];
     weigh<false>(sum, x, by);
@@ -265,7 +267,7 @@ struct Consumer {
     return score + ptx::shfl_xor(score, 2);
   }
 
-  // Stores scores of a tile of keys for the token at `bit` of the piece.
+  // Stores the scores of a tile of keys for the token at position `bit` of the piece.
   FMHA_DEVICE void store(float score, int32_t m, int32_t bit) const {
     const int32_t lane = threadIdx.x % 32;
     const int32_t j = piece.first_key + key_of(m) + mma::fragment_row() + 8 * (lane & 1);
@@ -276,7 +278,7 @@ struct Consumer {
                           j < p.seqlen_k && (is_seen || p.fills) && (lane & 2) == 0);
   }
 
-  // -inf for tokens that see no key of the tile.
+  // Writes -inf for tokens that see no key of the tile.
   FMHA_DEVICE void fill() const {
     const int32_t thread = threadIdx.x % mma::kWarpgroup;
 #pragma unroll 1
@@ -291,7 +293,7 @@ struct Consumer {
     }
   }
 
-  // Waits for the sums of a tile of keys, of which one product behind them may be under way, and stores scores.
+  // Waits for the product of a tile of keys and stores its scores; one later product may stay in flight.
   template <int pending>
   FMHA_DEVICE void finish(int32_t m, int32_t bit) {
     ptx::wgmma_wait_group<pending>();
@@ -342,7 +344,7 @@ struct Consumer {
   }
 
   FMHA_DEVICE void run() {
-    // Tokens that have stayed: as many slots, from `kept` on.
+    // Slots of the tokens that have stayed in shared memory, from `kept` on.
     Piece<spec, tile> before;
     before.first_row = -1;
     before.seen = 0;
@@ -395,7 +397,7 @@ FMHA_DEVICE void index_scores(const ChooseParams& p, const Maps& maps) {
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  // The lists' grid may start once CTAs of this one end; it waits for the scores itself.
+  // Lets the next grid, which selects keys, start once CTAs of this one end. That grid itself waits for the scores.
   ptx::launch_dependents();
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == tile.warpgroups) {
     ptx::setmaxnreg_dec<load_regs(tile)>();

@@ -29,7 +29,8 @@ namespace fmha::sm90::lists {
 constexpr int kAtOnce = 64;
 using Product = mma::Accumulator<kAtOnce>;
 
-// d += A B^T over the columns of one tile: A's rows from `row` on. Issues, opens and closes no group.
+// Computes d += A B^T over the columns of one tile: A's rows from `row` on. It issues instructions, and neither opens
+// nor commits a group.
 template <DType dtype, class D, class TileA, class TileB>
 FMHA_DEVICE void issue_abt(D& d, const TileA& a, int32_t row, const TileB& b, bool adds) {
   constexpr int depth = 16, steps_per_chunk = TileA::span / depth;
@@ -61,10 +62,11 @@ struct Token {
   mma::Accumulator<kColumns> dq;
   mma::Accumulator<has_tail ? kTail : 8> dq_tail;
 
-  // The token's list. What it has of the sequence lies in shared memory, where it takes no registers beside dQ.
+  // The token's list. Its sequence's bounds stay in shared memory, since dQ leaves no registers for them.
   FMHA_DEVICE TokenList list() const { return {p.fwd, lists, smem.span, smem.band, i, i_head_kv}; }
 
-  // Copies a tile's columns, from `first` on, of the tensor's rows that begin at elements `row_of` gives; -1: zeros.
+  // Copies columns of a tile, from `first` on. `row_of` gives the element at which a row of the tensor begins; -1
+  // stands for zeros.
   template <class To, class RowOf>
   FMHA_DEVICE static void copy(const To& to, const void* data, int32_t first, RowOf row_of) {
     constexpr int words = To::dim / 8, rows_at_once = kThreads / words;
@@ -107,13 +109,15 @@ struct Token {
     ptx::cp_async_commit_group();
   }
 
-  // Notes the keys of the block from `first` on: -1 where there is none. What lies in `keys` has been read.
+  // Writes the keys of the block from `first` on to `keys`, -1 for an absent one. All threads must have finished with
+  // the old contents.
   FMHA_DEVICE void note_keys(int32_t first, int32_t (&keys)[kKeys]) const {
     const int32_t at = first + int32_t(threadIdx.x);
     if (threadIdx.x < kKeys) keys[threadIdx.x] = at < smem.count ? list().key(at) : -1;
   }
-  // Looks for a block with keys from `first` on, whose keys are noted, and notes its rows. Returns where it begins,
-  // the list's end or more if there is none. All threads together; if there is one, behind a barrier.
+  // Finds the next block, from `first` on, that has any key, and stores where its rows lie; `keys` has the keys of the
+  // block at `first`. Returns where that block begins, or at least the list's end if there is none. All threads call
+  // it; if a block is found, a barrier has made its rows visible.
   FMHA_DEVICE int32_t find_block(int32_t first, int32_t (&keys)[kKeys]) const {
     const int32_t count = smem.count;
 #pragma unroll 1
@@ -132,7 +136,7 @@ struct Token {
     return first;
   }
 
-  // S and dP of a block: this CTA's columns' part.
+  // Computes this CTA's part of a block's S and dP: the sum over the CTA's columns.
   FMHA_DEVICE void score(mma::Accumulator<kKeys>& s, mma::Accumulator<kKeys>& dp) const {
     ptx::cp_async_wait_group<1>();
     ptx::fence_proxy_async();
@@ -152,7 +156,7 @@ struct Token {
     ptx::written_here(dp.elems);
   }
 
-  // The other CTA's keys of a fragment to that CTA, this one's to `own`.
+  // Sends the other CTA's keys of a fragment to that CTA, and keeps this CTA's in `own`.
   using Own = mma::Accumulator<kOwnKeys>;
   FMHA_DEVICE void exchange(Own& own, const mma::Accumulator<kKeys>& x, uint32_t to) const {
     const uint32_t peer = ptx::shared_address_at(to + threadIdx.x * 16, 1 - rank);
@@ -179,7 +183,7 @@ struct Token {
     }
   }
 
-  // P and dS of this CTA's keys of a block, in place of S and dP.
+  // Replaces S and dP of this CTA's keys by P and dS.
   FMHA_DEVICE void probabilities(Own& s, Own& dp, const int32_t (&keys)[kKeys]) const {
     using Modifiers = BwdScore<spec, PlainScores{}>;
     const Modifiers modifiers = Modifiers::of(p.fwd, smem.span, i_head_kv * p.fwd.gqa_ratio, p.fwd.softmax_scale);
@@ -210,7 +214,7 @@ struct Token {
       dp[e] = seen ? prob * (dp[e] - delta[r]) * slope : 0.f;
     }
   }
-  // A fragment of this CTA's keys to a tile, in 16 bits.
+  // Stores a fragment of this CTA's keys to a tile, as 16-bit elements.
   FMHA_DEVICE void put(const Tile<kHeads, kOwnKeys>& to, const Own& x) const {
     using To = Tile<kHeads, kOwnKeys>;
     mma::RegisterTile<uint16_t, kOwnKeys> words;
@@ -221,12 +225,13 @@ struct Token {
       ptx::stmatrix_x4(to.address() + fmha::mma::word_offset<To>(at_row, step * 16 + lane / 16 * 8), words.elems[step]);
   }
 
-  // P and dS of all keys of block `turn` to the shared memory of both CTAs.
+  // Computes P and dS of block number `turn`, and stores them to the shared memory of both CTAs.
   FMHA_DEVICE void make_probs(uint32_t turn, const int32_t (&keys)[kKeys]) const {
     if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(smem.parts_there, kCtas * sizeof(smem.scores));
     mma::Accumulator<kKeys> s, dp;
     score(s, dp);
-    // The peer has read V, whose place takes this CTA's part of dP, and what it received of the block before.
+    // Tells the peer that this CTA has read V, whose memory takes the peer's part of dP, and the data that the peer
+    // sent for the block before.
     ptx::mbarrier_arrive_at_if(smem.v_read, 1 - rank, threadIdx.x % 32 == 0);
     ptx::mbarrier_wait_parity(smem.v_read, turn % 2);
     Own own_s, own_dp;
@@ -237,7 +242,7 @@ struct Token {
     add_received(own_s, ptx::shared_address(smem.scores));
     add_received(own_dp, ptx::shared_address(&own));
     probabilities(own_s, own_dp, keys);
-    // All threads have read what they received.
+    // Waits until all threads have read what the peer sent.
     __syncthreads();
     put(own.probs, own_s);
     put(own.ds, own_dp);
@@ -253,7 +258,7 @@ struct Token {
     ptx::mbarrier_arrive_at_if(smem.probs_sent, 1 - rank, threadIdx.x == 0);
   }
 
-  // dQ += dS K.
+  // Adds dS K of a block to dQ in registers.
   FMHA_DEVICE void add_dq() {
     using K = Tile<kKeys, kColumns>;
     using Ds = Tile<kHeads, kOwnKeys>;
@@ -291,8 +296,9 @@ struct Token {
                                               b0.plus_bytes(step * 16 * span_bytes).bits(), step != 0);
     ptx::wgmma_commit_group();
   }
-  // Adds a fragment of 64 keys to sums in memory, whose rows for the thread's two keys are `to`; null: absent. Pairs of
-  // lanes exchange one of two 8-column groups, so that the four lanes of a key add to 64 bytes of its row at a time.
+  // Adds a fragment of 64 keys to sums in memory. `to` has the addresses of the sums' rows for the thread's two keys,
+  // null for an absent key. Pairs of lanes exchange one of two 8-column groups, so that the four lanes of a key add to
+  // 64 bytes of its row at a time.
   template <int n>
   FMHA_DEVICE static void add(const mma::Accumulator<n>& x, float* const (&to)[2]) {
 #pragma unroll
@@ -350,7 +356,7 @@ struct Token {
       }
       ptx::written_here(now.elems);
       if (part + 1 == parts) {
-        // All warps have read P and dS, here and, of this CTA's half, on the way to the peer.
+        // Waits until all warps have read P and dS: this CTA's warps, and the copies of its half to the peer.
         ptx::mbarrier_wait_parity(smem.probs_sent, turn % 2);
         __syncthreads();
         if (has_next) load_v();
@@ -374,7 +380,7 @@ struct Token {
     uint32_t turn = 0;
 #pragma unroll 1
     while (first < smem.count) {
-      // The next block's keys are under way beneath the products.
+      // Loads of the next block's keys run beneath the products.
       note_keys(first + kKeys, smem.keys[(turn + 1) % 2]);
       make_probs(turn, smem.keys[turn % 2]);
       add_dq();
@@ -387,7 +393,7 @@ struct Token {
     }
     ptx::cp_async_wait_group<0>();
     store_dq();
-    // No CTA of the cluster reaches another's memory any more.
+    // Waits for the cluster's other CTA, so that none reads or writes a CTA's memory after its end.
     ptx::cluster_sync();
   }
 
@@ -413,7 +419,7 @@ struct Token {
   }
 };
 
-// Clusters are parts of a token's heads, for every token, kv head and sequence.
+// The backward over lists. The grid's clusters are parts of a token's heads, for every token, kv head and sequence.
 template <BwdSpec spec>
 FMHA_DEVICE void bwd(const BwdParams& p, const ListParams& lists) {
   static_assert(!spec.fwd.softcap, "sm90_lists: slopes of soft-capped scores have no registers beside dQ");

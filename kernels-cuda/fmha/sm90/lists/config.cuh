@@ -16,20 +16,20 @@ constexpr int kKeys = 64;    // of a block
 constexpr int kCtas = 2;     // of a cluster; each has half of the columns of every row
 constexpr int kThreads = 2 * mma::kWarpgroup;
 
-// Columns of a CTA: half of the first 512, and half of the 64 that Q and K have besides.
+// Columns of a CTA: half of the first 512, and half of the further 64 that Q and K have.
 constexpr int kColumns = 256, kTail = 32;
-// Keys of a block whose P and dS a CTA computes, from scores of which each CTA has a part.
+// Number of keys of a block whose P and dS one CTA computes, from scores of which each CTA has summed a part.
 constexpr int kOwnKeys = kKeys / kCtas;
 
 template <int rows, int dim>
 using Tile = mma::SmemTile<uint16_t, rows, dim, true>;
 
-// P and dS of half of a block's keys.
+// P and dS of half of a block's keys, in shared memory.
 struct Probs {
   Tile<kHeads, kOwnKeys> probs, ds;
 };
 
-// Columns of Q and K besides 512.
+// The columns of Q and K beyond 512.
 template <bool has_tail>
 struct Tails {};
 template <>
@@ -38,7 +38,7 @@ struct Tails<true> {
   Tile<kKeys, kTail> k_tail;
 };
 
-// A field that the modifiers of scores read of a tile.
+// The tile field that the score modifiers read.
 struct PlainScores {
   bool fast_softcap = false;
 };
@@ -46,8 +46,8 @@ struct PlainScores {
 // Four numbers of each thread.
 using Fours = float[kThreads][4];
 
-// V is read before P and dS are there, and has their memory. The half of P and dS that this CTA computes takes the
-// peer's part of dP until then.
+// V is read before P and dS are written, which take its memory. Until then, half of that memory receives the peer's
+// part of dP.
 union ValuesOrProbs {
   Tile<kKeys, kColumns> v;
   Probs probs[kCtas];

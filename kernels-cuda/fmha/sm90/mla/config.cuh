@@ -1,4 +1,4 @@
-// The derived numbers, the roles and the shared memory of the kernel of wide heads.
+// The derived numbers, roles and shared memory of the kernel for wide heads.
 #pragma once
 #include <fmha/cache_rows.h>
 #include <fmha/common/score_modifiers.cuh>
@@ -32,16 +32,17 @@ struct Regs {
 };
 FMHA_DEVICE consteval Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
-// Whether threads copy every row by its own address. Barriers count such copies as they land, and the thread that
-// waits for one puts the fence between them and the tensor cores' reads.
+// Whether threads copy every row from its own address. Barriers count such copies as they land, and the thread that
+// waits at a barrier issues the fence before the tensor cores read.
 FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
-// Whether barriers count the copies of Q likewise, so that blocks of keys are asked for while these are under way.
+// Whether barriers count the copies of Q too, so that loads of keys are issued while those of Q are in flight.
 FMHA_DEVICE consteval bool counts_q(const Sm90MlaTile& tile) { return !is_fp8(tile.stored); }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
-// Where CTAs walk tiles: the load role alone; and a tile that it has told: it arrives, the consumers wait.
+// Named barriers for CTAs that walk tiles. The first is for the load role alone; at the second the load role arrives
+// when it has written a tile's number, for which the consumers wait.
 constexpr int kLoaders = 6, kTileTold = 7;
 constexpr int kBothGroups = 2 * kWarpgroup;
 
@@ -57,7 +58,7 @@ FMHA_DEVICE consteval bool walks_tiles(const FwdSpec& spec, const Sm90MlaTile& t
   return in_shares(tile) || (tile.listed && !tile.two_caches && !is_fp8(tile.stored) && !spec.softcap &&
                              size_bytes(spec.dtype_o) == 2 && tile.vector_store);
 }
-// Whether barriers have had phases before a tile's, or the consumers release Q's place.
+// Whether barriers carry phases from one tile to the next, or the consumers release Q's memory.
 FMHA_DEVICE consteval bool counts_turns(const Sm90MlaTile& tile) { return tile.listed || in_shares(tile); }
 
 // Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
@@ -101,21 +102,21 @@ struct Plan {
   static constexpr int chunks_half = ceil_div(spec.head_dim_v, 2 * kSpan), columns_half = chunks_half * kSpan;
   static constexpr int chunks = v_in_k ? chunks_k : chunks_k + 2 * chunks_half;  // of a block
   static constexpr int slots = v_in_k ? 2 : 1, parts = v_in_k ? 4 : 3;
-  // Whether a V in K leaves a chunk of K's, which takes P; else P has a chunk of its own.
+  // Whether K has a chunk that is not V's, which then takes P. Otherwise P has a chunk of its own.
   static constexpr bool has_tail = v_in_k && spec.head_dim_qk > spec.head_dim_v;
   static_assert(!v_in_k || (spec.head_dim_v % (2 * kSpan) == 0 && spec.head_dim_qk == spec.head_dim_v + has_tail * kSpan),
                 "sm90_mla: a V in K leaves one chunk of K for P, or none");
 
   FMHA_DEVICE static int32_t slot_of(int32_t block) { return v_in_k ? block % 2 : 0; }
-  // Blocks that the slot has had before.
+  // Number of blocks that the slot has held before.
   FMHA_DEVICE static uint32_t turn_of(int32_t block) { return v_in_k ? block / 2 : block; }
-  // The part with a half of a slot's V.
+  // Number of the part that has one half of a slot's V.
   FMHA_DEVICE static constexpr int part_of(int slot, int half) { return v_in_k ? 2 * slot + half : 1 + half; }
-  // Whether the tail of a slot comes with a half.
+  // Whether the tail chunk of a slot is loaded with this half.
   FMHA_DEVICE static constexpr bool comes_with_tail(int slot, int half) { return has_tail && half == 1 - slot; }
 };
 
-// V and the probabilities where they have room of their own.
+// Shared memory of V and the probabilities, where they do not share K's.
 template <class Chunk, int chunks_v, bool has_tail>
 struct ValueChunks {
   Chunk v[chunks_v];
@@ -128,8 +129,8 @@ struct ValueChunks<Chunk, 0, false> {
 template <class Chunk>
 struct ValueChunks<Chunk, 0, true> {};
 
-// Blocks of tiles that a CTA has walked before, by the parity of their place in the tile; and tiles.
-// Barriers ask whether a count is odd: a register holds all three.
+// Counts of what a CTA has walked before: blocks with an even place in their tile, blocks with an odd place, and tiles.
+// Barriers need only whether a count is odd, so one register holds all three.
 struct Turns {
   static constexpr uint32_t kOdd = 1, kTile = 2;
   uint32_t bits = 0;  // of even places, of odd ones, of tiles
@@ -170,22 +171,23 @@ struct PresentKeys<true> {
   alignas(16) uint32_t present[2][4];
   Barrier told[2];     // one arrival per warp of the load role
   Barrier q_empty;  // one arrival per warp of the consumers, whose scores have read Q
-  // The tile of the consumers, -1 behind the last; its blocks without those left out; blocks of tiles before.
+  // Number of the consumers' tile, -1 after the last; its number of blocks without those left out; number of blocks of
+  // earlier tiles.
   int32_t tile, num_blocks;
   uint32_t turns;
 };
 
-// The rest of a CTA's share (common/shares.cuh): so many blocks, from one of a sequence on, behind those of it that
-// others have. All further parts begin with their sequences.
+// The rest of a CTA's share (common/shares.cuh): a number of blocks, beginning at one block of a sequence. Later parts
+// begin with the first block of their sequences.
 struct LeftOfShare {
   int32_t i_batch, skipped, num_blocks;
 };
-// A part of a share, and what is left behind it.
+// A part of a share, and the rest of the share after it.
 struct PartOfShare {
   Work work;  // without rows behind the last part
   LeftOfShare left;
 };
-// The parts that the load role has put last: one comes while another one is stored.
+// The parts that the load role has found last: one is loaded while another one's results are stored.
 template <bool in_shares>
 struct PartsOfShare {};
 template <>
@@ -203,7 +205,7 @@ struct ScalesOfRows {
 template <>
 struct ScalesOfRows<0> {};
 
-// Words that CTAs of a cluster tell each other of their parts of the rows: a place for each of them.
+// Numbers that the CTAs of a cluster send each other about their parts of the rows, with a place for each CTA.
 template <int parts>
 struct FoldedRows {
   float row_max[parts][kRows], row_sum[parts][kRows];
@@ -241,7 +243,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 
       return this->v + half * P::chunks_half;
     }
   }
-  // Where P of a slot's block lies in shared memory.
+  // Where the P of a slot's block lies in shared memory.
   FMHA_DEVICE const Chunk& probs_of(int slot) const {
     if constexpr (P::has_tail) {
       return k[slot][2 * P::chunks_half];

@@ -39,7 +39,7 @@ struct Consumer {
 
   FMHA_DEVICE int32_t key_of(int32_t i) const { return (work.last_block - i) * kKeys; }
 
-  // Waits until the data that the load role brings is there, for the tensor cores to read.
+  // Waits until the load role's data has arrived and the tensor cores may read it.
   FMHA_DEVICE static void wait_full(ptx::Barrier& full, uint32_t phase) {
     ptx::mbarrier_wait_parity(full, phase);
     if constexpr (gathers(tile)) ptx::fence_proxy_async();
@@ -49,7 +49,7 @@ struct Consumer {
     if constexpr (counts_q(tile)) ptx::fence_proxy_async();
   }
 
-  // S of the i-th block, this warpgroup's. Starts, does not wait.
+  // Starts the product S of the tile's i-th block, which is this warpgroup's, and does not wait.
   FMHA_DEVICE void start_scores(int32_t i) {
     const uint32_t phase = phase_of<spec, tile>(work, i);
     if constexpr (P::v_in_k) {
@@ -70,7 +70,7 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // Modifiers of scores besides the products of Q and K.
+  // Applies the score modifiers to a block's scores.
   FMHA_DEVICE void modify(int32_t i) {
     if constexpr (modifies_score(spec)) {
       fmha::Work tile_work;
@@ -85,7 +85,7 @@ struct Consumer {
     }
   }
 
-  // -inf where the mask or the sequence's end hides a key of the i-th block, or the list has none.
+  // Writes -inf where the mask or the sequence's end hides a key of the i-th block, or the list has no key.
   FMHA_DEVICE void mask(int32_t i) {
     if constexpr (tile.listed) return hide_absent(i);
     const int32_t begin = key_of(i), end = begin + kKeys;
@@ -96,8 +96,9 @@ struct Consumer {
     s.hide(mask.columns(Work::query_of(p, row), first_key), mask.columns(Work::query_of(p, row + 8), first_key));
   }
 
-  // -inf where the list has no key at a place of the i-th block. A word has the rows of a warp of the load role: bit n
-  // is row 4 * warp + n % 4 + 16 * (n / 4), or over FP8 caches bit 4 n + k row 16 * warp + n + 8 * k.
+  // Writes -inf where the list has no key at a place of the i-th block. Each word describes the rows that one warp of
+  // the load role copies: bit n is row 4 * warp + n % 4 + 16 * (n / 4), or over FP8 caches bit 4 n + k row 16 * warp +
+  // n + 8 * k.
   FMHA_DEVICE void hide_absent(int32_t i) {
     if constexpr (tile.listed) {
       ptx::mbarrier_wait_parity(smem.list.told[group], (work.turns.of_parity(group) + i / 2) % 2);
@@ -131,8 +132,8 @@ struct Consumer {
     ptx::written_here(s.elems);
   }
 
-  // The running maxima with a block's scores, and what O and the sums so far are multiplied by; as Softmax::step has
-  // it.
+  // Raises the running maxima to a block's scores, and returns the factor for O and the sums so far, as Softmax::step
+  // does.
   FMHA_DEVICE void raise_maxima(float (&shift)[2]) {
     float new_max[2] = {softmax.rows[0].row_max, softmax.rows[1].row_max};
     softmax.raise(new_max, s);
@@ -155,7 +156,7 @@ struct Consumer {
     row.row_max = row_max;
     row.row_sum *= softmax.correction[r];
   }
-  // P of half of a block's keys, in registers.
+  // Computes P of half of a block's keys, in registers.
   FMHA_DEVICE void exponentiate(int half, const float (&shift)[2]) {
     constexpr int elems = Scores::num_elems / 2;
 #pragma unroll
@@ -194,7 +195,7 @@ struct Consumer {
     }
   }
 
-  // O to the running maxima, if any of the warp's upper or lower eight rows needs it.
+  // Rescales O to the running maxima, if any of the warp's upper or lower eight rows needs it.
   FMHA_DEVICE void rescale() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -206,13 +207,13 @@ struct Consumer {
     }
   }
 
-  // The products are done with this warpgroup's half of a block's V.
+  // Waits for the products with this warpgroup's half of a block's V, and releases that half.
   FMHA_DEVICE void finish_and_release(int32_t slot) {
     ptx::wgmma_wait_group<0>();
     ptx::written_here(o.elems);
     release(P::part_of(slot, group));
   }
-  // One arrival for the warp, in each CTA whose loads fill the part.
+  // Releases a part of a slot: one arrival for the warp, in each CTA whose loads fill the part.
   FMHA_DEVICE void release(int part) {
     if constexpr (tile.cluster > 1) {
       const uint32_t rank = threadIdx.x % 32;
@@ -221,15 +222,15 @@ struct Consumer {
       ptx::mbarrier_arrive_if(smem.empty[part], threadIdx.x % 32 == 0);
     }
   }
-  // Waits for this warpgroup's half of V where V does not lie in K.
+  // Waits for this warpgroup's half of V where V is apart from K.
   FMHA_DEVICE void wait_for_values(int32_t i) {
     if constexpr (!P::v_in_k) wait_full(smem.full[P::part_of(0, group)], phase_of<spec, tile>(work, i));
   }
 
-  // The warpgroup's scores of the tile have read Q, whose place may take the next tile's.
+  // Releases Q after the warpgroup's last scores of the tile, so that the next tile's Q may be loaded.
   FMHA_DEVICE void release_q() { ptx::mbarrier_arrive_if(smem.q_empty(), threadIdx.x % 32 == 0); }
 
-  // Computes this warpgroup's own i-th block of the tile's: scores, probabilities, products with its half of V.
+  // Processes this warpgroup's own block i of the tile: scores, probabilities, products with its half of V.
   FMHA_DEVICE void do_own(int32_t i, int32_t num_blocks) {
     start_scores(i);
     wait_for_scores();
@@ -261,7 +262,7 @@ struct Consumer {
     finish_and_release(other);
   }
 
-  // Blocks of the tile; of a list, without those that the load role leaves out.
+  // Number of the tile's blocks. Over a list, blocks that the load role leaves out are not counted.
   FMHA_DEVICE int32_t blocks_of_tile() const {
     if constexpr (tile.listed) {
       if constexpr (!walks_tiles(spec, tile)) ptx::bar_sync<kNumThreads>(kTileTold);

@@ -1,4 +1,4 @@
-// O and LSE of a tile, from registers to memory: each warpgroup its columns of O.
+// Stores O and LSE of a tile from registers to memory. Each warpgroup stores its columns of O.
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/recompute_row.cuh>
@@ -7,8 +7,8 @@
 
 namespace fmha::mla {
 
-// A row's part of f32, the first `columns`, 16 bytes at a time: of two 8-column groups even lanes store the first,
-// odd ones the second.
+// Stores the first `columns` of a row's part in f32, 16 bytes at a time: of two 8-column groups even lanes store the
+// first, odd lanes the second.
 template <int columns, class Output>
 FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
@@ -27,7 +27,7 @@ FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, b
   }
 }
 
-// Spec as the stores see it: a row ends with the warpgroup's columns.
+// The spec for the stores of a warpgroup: a row ends with the warpgroup's last column.
 template <FwdSpec spec, Sm90MlaTile tile, int group>
 FMHA_DEVICE constexpr FwdSpec half_of() {
   constexpr int columns = Plan<spec, tile>::columns_half;
@@ -36,7 +36,7 @@ FMHA_DEVICE constexpr FwdSpec half_of() {
   return half;
 }
 
-// Computes rows again from memory that a warp of warpgroup 0 has found: they are written whole.
+// Recomputes rows in which a warp of warpgroup 0 has found a NaN or an infinity. They are written with all columns.
 template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
 FMHA_DEVICE void recompute_found(const Consumer<spec, tile, group>& consumer, const Keys& keys, const bool (&found)[2], int32_t o_batch,
                                  int32_t o_row) {
@@ -51,7 +51,8 @@ FMHA_DEVICE void recompute_found(const Consumer<spec, tile, group>& consumer, co
       const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
       const int32_t i = Work::query_of(p, packed_row);
       SeqSpan span = work.span;
-      // Keys of a token's list are numbered by their entries in the list.
+      // Keys of a token's list are numbered by their entries, so the number of entries takes the place of the
+      // sequence's length.
       if constexpr (are_of_token<Keys>()) span.seqlen_k = keys.list.count();
       RecomputedRow<spec, tile.stored, Keys> again{p, span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys, keys};
       again.run();
@@ -59,8 +60,8 @@ FMHA_DEVICE void recompute_found(const Consumer<spec, tile, group>& consumer, co
   }
 }
 
-// O and LSE of a cluster whose CTAs fold their parts. `to_descale_v`: what O is multiplied by besides; `is_far`:
-// whether all rows are to be computed again instead.
+// Stores O and LSE where the CTAs of a cluster fold their parts of the keys. `to_descale_v`: a further factor of O.
+// `is_far`: all rows are recomputed instead.
 template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
 FMHA_DEVICE void store_folded(Consumer<spec, tile, group>& consumer, const Keys& keys, float to_descale_v, bool is_far,
                               int32_t o_batch) {
@@ -103,7 +104,7 @@ FMHA_DEVICE void store_folded(Consumer<spec, tile, group>& consumer, const Keys&
   }
 }
 
-// O and LSE of a CTA's rows, as above.
+// Stores O and LSE of a CTA's own rows.
 template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
 FMHA_DEVICE void store_rows(Consumer<spec, tile, group>& consumer, const Keys& keys, float to_descale_v, bool is_far, int32_t o_batch,
                             int32_t o_row) {
@@ -138,7 +139,7 @@ FMHA_DEVICE void store_rows(Consumer<spec, tile, group>& consumer, const Keys& k
     if constexpr (spec.write_lse && group == 0) ptx::st_global_f32_if(to.lse(p), result.lse, stored && quad_lane == 0);
   }
 
-  // A row computed again is written whole, by warpgroup 0, after both have stored it.
+  // A recomputed row is written by warpgroup 0 with all columns, after both warpgroups have stored it.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     suspect[r] = quad_reduce(suspect[r] ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
@@ -152,7 +153,7 @@ FMHA_DEVICE void store_rows(Consumer<spec, tile, group>& consumer, const Keys& k
   }
 }
 
-// `keys`: those that rows see; of a list their places are the part's.
+// Ends a tile. `keys` says which keys rows see; over a list they are numbered by their places in the part.
 template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
 FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) {
   constexpr bool in_parts = tile.split_keys > 0;
@@ -160,16 +161,16 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) 
   const Work& work = consumer.work;
   Smem<spec, tile>& smem = consumer.smem;
   const int32_t quad_lane = threadIdx.x % 4;
-  // The parts of a split have batches of their own, one after another, of packed sequences too. A part of a share has
-  // the heads of its tile alone; the first one is at 0.
+  // The parts of split keys are stored as batches of their own, one after another, also where sequences are packed. A
+  // part of an equal share stores only the heads of its tile, and the first of these is at index 0.
   constexpr bool of_share = in_shares(tile);
   const int32_t o_batch = of_share   ? work.part
                           : in_parts ? work.part * p.batch + work.span.i_batch
                                      : work.span.storage_batch;
   const int32_t o_row = of_share ? -work.i_head_kv * p.gqa_ratio * p.seqlen_q : in_parts ? 0 : work.span.q_row;
 
-  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16
-  // bits, where it is not far from K's; else rows are computed again.
+  // A V inside an FP8 K was widened with K's descale. If V has another descale, O is multiplied by their quotient,
+  // provided that they are close enough for 16-bit rounding; otherwise rows are recomputed.
   float to_descale_v = 1.f;
   bool is_far = false;
   if constexpr (is_fp8(tile.stored) && tile.v_in_k && tile.row_bytes == 0) {

@@ -10,7 +10,8 @@
 
 namespace fmha::mla {
 
-// The load role's part of the two meetings below. Its CTA stays until the others have stored what they store there.
+// The load role's part in the two cluster barriers below. Its CTA must stay until the others have stored their data
+// there.
 FMHA_DEVICE void meet_as_loader() {
   ptx::cluster_sync();
   ptx::cluster_sync();
@@ -23,8 +24,8 @@ struct Fold {
   using RowSoftmax = typename Consumer<spec, tile, group>::RowSoftmax;
   static_assert(P::v_in_k && spec.head_dim_v == 2 * P::columns_half && spec.dtype_o == DType::F32 && P::columns_half == 256,
                 "sm90_mla: parts of a V in K are folded");
-  // Four numbers of a thread: two columns of its two rows. A warpgroup's columns are 32 of them; those of an owner lie
-  // within one warpgroup's.
+  // A quad is four numbers of a thread: two columns of its two rows. A warpgroup has 32 quads; the columns of one owner
+  // lie within one warpgroup's.
   static constexpr int quads = 64 / parts, owners = parts / 2, columns = 8 * quads;
   using Owned = mma::Accumulator<columns / 2>;  // what a warpgroup adds up for its CTA
 
@@ -32,7 +33,7 @@ struct Fold {
   const uint32_t rank = ptx::cluster_ctarank();
   const uint32_t received = ptx::shared_address(&consumer.smem.k);
 
-  // Place of a quad of this thread, from part `part`, in its owner.
+  // Address, in the owner's shared memory, of a quad of this thread from part `part`.
   FMHA_DEVICE uint32_t place(uint32_t part, int quad) const {
     return received + ((part * quads + quad) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
@@ -58,7 +59,7 @@ struct Fold {
     return ptx::shared_address_at(ptx::shared_address(&word), to);
   }
 
-  // Takes over the running maximum of all parts, and returns their sum and what this part is multiplied by.
+  // Raises the running maximum to that of all parts, and returns the parts' total sum and the factor of this part.
   struct Joined {
     float sum, correction;
   };
@@ -80,8 +81,8 @@ struct Fold {
     return joined;
   }
 
-  // Brings O to its owners, times a factor a row, and tells which rows are to be computed again; after that no CTA
-  // reads or writes another one's memory.
+  // Sends O to the CTAs that own its columns, times a factor for each row, and tells them which rows must be
+  // recomputed. After it no CTA accesses another one's memory.
   FMHA_DEVICE void send(const float (&factor)[2], const bool (&again)[2]) {
     const auto& o = consumer.o;
 #pragma unroll
@@ -109,7 +110,7 @@ struct Fold {
     return again != 0;
   }
 
-  // The warpgroup's half of what the CTA owns, and its first column in a row of O.
+  // Adds up the parts of the columns that the CTA owns, this warpgroup's half of them.
   FMHA_DEVICE void add(Owned& sum) const {
     sum.clear();
 #pragma unroll

@@ -26,13 +26,13 @@ FMHA_DEVICE void consume(const FwdParams& p, const Work& work, Smem<spec, tile>&
   }
 }
 
-// Keys that no other cluster reads need not stay in the L2.
+// L2 policy for K and V: keys that no other cluster reads need not stay in the L2.
 template <Sm90MlaTile tile>
 FMHA_DEVICE ptx::CacheHint hint_of(const MlaSchedule& schedule) {
   return schedule.num_m_blocks > tile.cluster ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
 }
 
-// Prepares the CTA's barriers.
+// Initialises the CTA's barriers.
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
   static_assert(spec.head_dim_qk <= 576 && spec.head_dim_v <= 512, "sm90_mla: rows of 576 elements, values of 512");
@@ -65,18 +65,18 @@ FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
   } else {
     __syncthreads();
   }
-  // The merge's CTAs find no room before these end, and wait for all of them.
+  // Lets the merge's grid start: its CTAs find no room before these end, and wait for all of them.
   if constexpr (tile.split_keys > 0) ptx::launch_dependents();
   return smem;
 }
 
-// Puts the next part of a share, and what is left behind it, to where the load role reads it, and the consumers once
-// they are told. They have released Q of the part before, so that nobody reads the place of the one before that.
+// Writes the next part of a share, and the rest of the share behind it, to shared memory for the load role and then for
+// the consumers. They have released Q of the part before, so nobody reads this memory any more.
 template <class Shared>
 FMHA_DEVICE const PartOfShare& put_part(Shared& smem, const PartOfShare& next) {
   const uint32_t turn = next.work.turns.tile();
   ptx::mbarrier_wait_parity(smem.q_empty(), turn ^ 1);
-  // All have read which place was the last.
+  // All warps of the load role must have read the last part before it is overwritten.
   ptx::bar_sync<kWarpgroup>(kLoaders);
   if (threadIdx.x == 0) {
     smem.share.parts[turn] = next;
@@ -161,7 +161,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
   if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 
-// Keys of a tile's token.
+// Keys of the list of a tile's token.
 template <Sm90MlaTile tile, bool two = tile.two_caches>
 struct KeysOfTileType {
   using Type = KeysOfToken<TokenList, tile.row_bytes>;

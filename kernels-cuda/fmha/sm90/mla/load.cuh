@@ -20,7 +20,7 @@
 
 namespace fmha::mla {
 
-// Tells the consumers their next tile of lists, -1 behind the last one.
+// Tells the consumers the number of their next tile over lists, -1 after the last one.
 template <class Shared>
 FMHA_DEVICE void tell_tile(Shared& smem, int32_t index, int32_t num_blocks, Turns turns) {
   if (threadIdx.x == 0) {
@@ -31,7 +31,7 @@ FMHA_DEVICE void tell_tile(Shared& smem, int32_t index, int32_t num_blocks, Turn
   ptx::bar_arrive<kNumThreads>(kTileTold);
 }
 
-// The work of a loader, which over a list leaves out blocks of it.
+// The work of the load role; over a list it leaves out blocks without keys.
 template <class Keys>
 struct LoaderWork {
   using Type = const Work&;
@@ -41,7 +41,7 @@ struct LoaderWork<KeysOfToken<List, bytes>> {
   using Type = Work;
 };
 
-// Address of a row in FP8, and of its scales where it has some.
+// Address of a row's FP8 elements, and of its scales if rows have scales.
 template <bool scaled>
 struct NarrowRowOf {
   using Type = const uint8_t*;
@@ -70,17 +70,17 @@ struct Loader {
   using Row = Rows::Row;
   using NarrowRow = typename NarrowRowOf<(tile.row_bytes > 0)>::Type;
 
-  // Whether the halves of V have no more chunks than its rows.
+  // Whether V's two halves have no padding chunks: their chunks are exactly V's.
   static constexpr bool kWholeV = spec.head_dim_v % (2 * kSpan) == 0;
 
   const int32_t found_row = Rows::found_by(warp, lane);
   FMHA_DEVICE Rows told(Row found) const { return Rows::told(found, lane); }
-  // The block table's entry with key `j`, as it is read: nothing waits for it until it is an address.
+  // Loads the block table's entry for key `j` and does not wait for it; it is waited for when an address is computed.
   FMHA_DEVICE int32_t entry_of(int32_t j) const {
     if (spec.kv_layout != KvKind::Paged || j < 0 || j >= work.end) return 0;
     return p.block_table[work.span.i_batch * p.block_table_batch + j / p.page_size];
   }
-  // Address of key `j`, whose block-table entry is `entry`; null: zeros.
+  // Address of key `j`, computed from its block-table entry; null stands for zeros.
   template <class Pointer>
   FMHA_DEVICE Pointer row_of(const View& view, int32_t j, int32_t entry) const {
     if (j >= work.end) return nullptr;
@@ -89,7 +89,8 @@ struct Loader {
     return static_cast<Pointer>(view.data) + row_offset(view, at, work.i_head_kv);
   }
 
-  // Chunks of all rows from chunk `first` of rows of `dim` elements on; `whole`: these are no more than the rows have.
+  // Copies chunks of all rows, from chunk `first` on, of rows of `dim` elements. `whole`: the rows have all these
+  // chunks.
   template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void copy_chunks(const Chunk* to, int32_t first, const Rows& rows, const void* any) const {
     const uint32_t of_lane = to->address() + fmha::mma::word_offset<Chunk>(4 * warp + lane / 8, lane % 8 * 8);
@@ -105,14 +106,14 @@ struct Loader {
       for (int chunk = 0; chunk < count; ++chunk) {
         const int32_t column = chunk * kSpan;
         const int32_t there = rows.of_lane[k] == nullptr ? 0 : whole ? 8 : clamp(dim - first_column - column, 0, 8);
-        // Without elements nothing is read.
+        // A copy of zero elements reads nothing and writes zeros.
         ptx::cp_async<16>(of_lane + chunk * Chunk::tile_bytes + k * Rows::apart * Chunk::span_bytes,
                           whole || there > 0 ? from[k] + column : static_cast<Row>(any), 2 * there);
       }
     }
   }
-  // A part's chunks, a box each, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second
-  // chunk, for both.
+  // Loads a part's chunks by TMA, one box each; the lanes of one warp divide them. Each of a cluster's two CTAs loads
+  // every second chunk for both.
   template <int count>
   FMHA_DEVICE void bring_chunks(const ptx::TensorMap& map, Barrier& full, const Chunk* to, int32_t first, int32_t first_key) const {
     static_assert(count <= 32, "a lane brings one");
@@ -144,7 +145,7 @@ struct Loader {
     bool of_v;  // of V, which lies apart
   };
   static constexpr int kPartsOfBlock = P::v_in_k ? 2 : 3;
-  // The n-th part of all blocks, in the order in which they are widened.
+  // The n-th part over all blocks, in the order in which parts are widened.
   FMHA_DEVICE Part part_of(int32_t n) const {
     const int32_t block = n / kPartsOfBlock, at = n % kPartsOfBlock, slot = P::slot_of(block);
     const uint32_t phase = phase_of<spec, tile>(work, block);
@@ -168,15 +169,15 @@ struct Loader {
   const uint32_t bytes_of_lane = fmha::mma::word_offset<Chunk>(lane_row, (lane % 4 + lane / 4 % 2 * 4) * 8);
   const uint32_t wide_of_lane = fmha::mma::word_offset<Chunk>(lane_row, lane % 4 * 16);
 
-  // Address of the lane's bytes of chunk `at` of a part of `count` chunks; beyond them, of the tail.
+  // Address of the lane's bytes in chunk `at` of a part of `count` chunks; from `count` on, of the tail chunk.
   template <int count>
   FMHA_DEVICE uint32_t bytes_at(const Part& part, int32_t at) const {
     const int32_t half = count + at;
     return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
                       : part.tail + (bytes_of_lane ^ 64);
   }
-  // Numbers of the lane's two rows of a block that are known ahead: the block table's entries; over a list the keys,
-  // and the list's entries of the block after.
+  // Data that a lane looks up ahead for its two rows of a block: block table entries; over a list also the keys, and
+  // the list's entries for the block after.
   struct Ahead {
     int32_t pages[2], keys[2], entries[2];
   };
@@ -207,13 +208,13 @@ struct Loader {
       }
     }
   }
-  // The warp's word of which rows of the block that is looked up are there.
+  // A bit for each of the warp's rows in the block looked up ahead: whether the row has a key.
   FMHA_DEVICE uint32_t present_of(const Ahead& ahead) const {
     constexpr uint32_t one_of_four = 0x11111111u;
     const uint32_t upper = ptx::vote_ballot(ahead.keys[0] >= 0), lower = ptx::vote_ballot(ahead.keys[1] >= 0);
     return (upper & one_of_four) | (lower & one_of_four) << 1;
   }
-  // `whole` as above.
+  // Copies FP8 chunks of all rows. `whole`: the rows have all these chunks.
   template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void copy_narrow(const Part& part, const NarrowRow (&rows)[2]) const {
     const auto copy = [&](int32_t at, int32_t chunk) {
@@ -230,7 +231,7 @@ struct Loader {
     if (part.tail != 0) copy(count, 2 * P::chunks_half);
     ptx::cp_async_commit_group();
   }
-  // Tells the consumers that the thread's elements of a part are there.
+  // Tells the consumers that this thread's elements of a part have been widened.
   FMHA_DEVICE void arrive_wide(const Part& part) const {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
@@ -240,7 +241,7 @@ struct Loader {
   // comes to its own place. Each row's scales of the part come with it.
   using Format = RowFormat<(tile.row_bytes > 0 ? tile.row_bytes : 656)>;
   static constexpr int kScaleBytes = Format::scale_bytes / 2;  // of a row and part
-  // Chunks of values of a part.
+  // Number of a part's chunks of FP8 values.
   FMHA_DEVICE static int32_t narrow_chunks(const Part& part) {
     return min(Format::values / kSpan - part.first, P::chunks_half);
   }
@@ -265,7 +266,7 @@ struct Loader {
     for (int at = 0; at < P::chunks_half; ++at) {
       if (at < count) copy(narrow_bytes_at(part, at, bytes_of_lane), (part.first + at) * kSpan + lane % 4 * 16);
     }
-    // The chunk of bf16: the tail, or the part's last.
+    // The chunk that is stored in bf16: the tail, or the part's last.
     const bool ends = count < P::chunks_half;
     if (part.tail != 0 || ends) {
       const uint32_t to = (ends ? part.address + count * Chunk::tile_bytes : part.tail) + wide_of_lane;
@@ -286,7 +287,7 @@ struct Loader {
     const int32_t count = narrow_chunks(part);
     Narrow narrow[P::chunks_half];
     uint32_t scales[2][kScaleBytes / 4];
-    // Other lanes' copies of the rows' scales have landed.
+    // Waits until other lanes' copies of the rows' scales have landed.
     __syncwarp();
 #pragma unroll
     for (int at = 0; at < P::chunks_half; ++at) {
@@ -301,7 +302,7 @@ struct Loader {
       for (int k = 0; k < kScaleBytes / 4; ++k)
         scales[word][k] = ptx::ld_shared_b32(scales_at(part, slot, word) + 4 * k);
     }
-    // Every lane has read what is overwritten.
+    // Waits until every lane has read the bytes that are overwritten next.
     __syncwarp();
 #pragma unroll
     for (int at = 0; at < P::chunks_half; ++at) {
@@ -342,8 +343,8 @@ struct Loader {
       return (at < count ? part.address + at * Chunk::tile_bytes : part.tail) + wide_of_lane;
     };
     if constexpr (count <= 4) {
-      // Registers hold all of the part's bytes, so that no chunk waits for the next one's. In shares they have no room
-      // for the tail's besides.
+      // Registers hold all of the part's bytes, so that no chunk waits for the next one's bytes. With equal shares they
+      // have no room for the tail's, which is widened last.
       constexpr bool tail_last = in_shares(tile);
       Narrow narrow[count], tail;
 #pragma unroll
@@ -367,7 +368,7 @@ struct Loader {
       for (int32_t at = 0; at < count; ++at) {
         Narrow next = narrow;
         if (at + 1 < count) read(at + 1, next);
-        // Every lane has read what the chunk overwrites.
+        // Waits until every lane has read the bytes that this chunk overwrites.
         __syncwarp();
         store_wide<scales>(wide_at(at), narrow, descale);
         narrow = next;
@@ -420,7 +421,7 @@ struct Loader {
           copy_narrow<spec.head_dim_qk, kChunksOfK>(part, rows);
         }
         ++copied;
-        // Rows are found beneath the copies, and the next block's entries looked up.
+        // Addresses of rows are computed while copies are in flight, and the next block's entries are looked up.
         const int32_t block = copied / kPartsOfBlock, at = copied % kPartsOfBlock, first_key = (work.last_block - block) * kKeys;
         if constexpr (are_of_token<Keys>()) {
           if (at == 0) tell(block - 1, present);
@@ -443,7 +444,7 @@ struct Loader {
         case 2: ptx::cp_async_wait_group<2>(); break;
         default: ptx::cp_async_wait_group<3>();
       }
-      // Q's copies were begun before.
+      // The copies of Q were issued earlier; the thread arrives for them here.
       if (done == 0) copier.arrive_at_pending();
       const Part part = part_of(done);
       if constexpr (tile.row_bytes > 0) {
@@ -465,7 +466,7 @@ struct Loader {
     }
   }
 
-  // Chunks `first` to `first + count` of a block's K or V; with them the tail, if they have it.
+  // Copies chunks `first` to `first + count` of a block's K or V, together with the tail if it belongs to them.
   template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void load_part(int32_t part, const View& view, const ptx::TensorMap& map, const Chunk* block, int32_t first,
                              bool with_tail, int32_t first_key, uint32_t phase) {
@@ -481,7 +482,7 @@ struct Loader {
       copier.finish(full);
       return;
     }
-    // Earlier copies are needed first.
+    // Announces earlier copies first: their data is needed first.
     copier.flush();
     if (warp > 0) return ptx::mbarrier_arrive_if(full, true);
     if (lane == 0) {
@@ -496,7 +497,7 @@ struct Loader {
   }
 
   FMHA_DEVICE void run(int32_t index = 0) {
-    // With Q's place the words of the tile before are read.
+    // Waits until Q's place is released; the consumers have then also read the tile's words before.
     if constexpr (tile.listed && walks_tiles(spec, tile)) ptx::mbarrier_wait_parity(smem.q_empty(), work.turns.tile() ^ 1);
     load_q();
     if constexpr (in_shares(tile)) ptx::bar_arrive<kNumThreads>(kTileTold);
@@ -513,11 +514,11 @@ struct Loader {
     } else {
       copy_all();
     }
-    // Those of lists are waited for behind the last tile.
+    // Copies over lists are waited for after the last tile instead.
     if constexpr (!widens && !are_of_token<Keys>() && !in_shares(tile)) end_gathers();
   }
-  // Chunks of a block as above, row by row. Its barrier counts the copies as they land, so that nothing here waits
-  // for them.
+  // Copies chunks of a block row by row. The block's barrier counts the copies as they land, so that nothing waits for
+  // them here.
   template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void gather_part(int32_t part, const Chunk* block, int32_t first, bool with_tail, const Rows& rows, const void* any,
                                uint32_t phase) const {
@@ -540,7 +541,7 @@ struct Loader {
       gather_block(slot, phase, found, found_v);
     }
   }
-  // A block from the rows that the lanes have found, of K and of a V apart from it.
+  // Copies a block from the rows whose addresses the lanes have found: K, and V where it is apart.
   FMHA_DEVICE void gather_block(int32_t slot, uint32_t phase, Row found, Row found_v) const {
     if constexpr (P::v_in_k) {
       const Rows rows = told(found);
@@ -557,31 +558,31 @@ struct Loader {
                                                               p.v.data, phase);
     }
   }
-  // Copies of threads that have ended are not relied upon.
+  // Waits for the thread's last copies before the thread ends: hardware is not relied upon to complete them later.
   FMHA_DEVICE static void end_gathers() {
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<0>();
   }
 
-  // Entry of the list for a place; an absent one outside the part's places.
+  // The list's entry for a place; an absent key outside the part's places.
   FMHA_DEVICE int32_t listed_at(int32_t place) const {
     return place < work.part_keys.begin || place >= work.end ? -1 : entry_at(keys.list, place);
   }
   FMHA_DEVICE int32_t page_with(int32_t key, int32_t place) const {
     return fmha::page_with<spec.kv_layout>(keys.list, key, place);
   }
-  // Address of the row of a key at a place, whose page the block table says; null: zeros.
+  // Address of the row of the key at a place, from its page in the block table; null stands for zeros.
   template <class Pointer>
   FMHA_DEVICE Pointer listed_row(const View& view, int32_t key, int32_t page, int32_t place) const {
     return key < 0 ? nullptr : address_with<Pointer>(keys.list, spec.kv_layout, view, key, page, place);
   }
-  // Addresses of the row of bytes of a key at a place; null: zeros.
+  // Addresses of the bytes of the key at a place; null stands for zeros.
   FMHA_DEVICE BytesOfRow listed_bytes(int32_t key, int32_t page, int32_t place) const {
     static_assert(spec.kv_layout == KvKind::Paged, "sm90_mla: rows of bytes lie in pages");
     if (key < 0) return {};
     return bytes_with<tile.row_bytes>(keys.list, key, page, place);
   }
-  // Leaves out the last blocks two by two as long as no key is there, as at the end of a list that is not full.
+  // Leaves out the last blocks in pairs as long as they have no key: a list that is not full ends with such blocks.
   FMHA_DEVICE void leave_out_absent() {
     static_assert(2 * kKeys == kWarpgroup, "a thread looks at one place of two blocks");
     while (work.num_blocks > 0) {

@@ -11,7 +11,7 @@ using Probs = mma::RegisterTile<uint16_t, kKeys>;
 
 constexpr int kDepth = mma::kDepth<uint16_t>;
 
-// d (+)= sign * A B^T over `chunks` chunks. Issues, opens and closes no group.
+// Computes d (+)= sign * A B^T over `chunks` chunks: issues wgmma, which the caller groups and waits for.
 template <DType dtype, int sign, int chunks, class Chunk>
 FMHA_DEVICE void issue_abt(Scores& d, const Chunk* a, const Chunk* b, bool adds) {
   constexpr int steps_per_chunk = kSpan / kDepth;

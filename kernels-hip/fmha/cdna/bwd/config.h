@@ -27,11 +27,11 @@ struct Walked : WalkedForms<WalkedRows<dim, num_rows>, WalkedColumns<dim, num_ro
   using LaneAddresses = WalkedAddresses<Rows, Columns>;
   static FMHA_DEVICE LaneAddresses lane_addresses() { return {Rows::lane_addresses(), Columns::lane_addresses()}; }
 
-  // Rows 32 * block ..., step `c` of their elements.
+  // Fragment of rows 32 * block ..., step `c` of their elements.
   FMHA_DEVICE Frag row_frag(const LaneAddresses& lane, int block, int c) const {
     return this->rows.frag(lane.rows, block, c);
   }
-  // Elements 32 * d ..., step `c` of the rows.
+  // Fragment of elements 32 * d ..., step `c` of the rows.
   FMHA_DEVICE Frag column_frag(const LaneAddresses& lane, int d, int c) const {
     return this->columns.frag(lane.columns, d, c);
   }

@@ -1,9 +1,9 @@
 // Code that the backward kernels on MFMA and on WMMA share around their products: what a launch sums, what a
 // workgroup owns and walks, and where it lies in memory and in LDS.
 //
-// A wave owns rows, to which nothing else adds: queries, whose dQ it sums, or keys of a KV head, whose dK and dV it
-// sums over all query heads of the group. Its workgroup walks the rows of the other side in blocks. So no sum is kept
-// in memory, GQA takes no atomics and every sum has one order; the price is that scores and dP are computed twice,
+// A wave owns rows to whose gradients nothing else adds: queries, whose dQ it sums, or keys of a KV head, whose dK and
+// dV it sums over all query heads of the group. Its workgroup walks the rows of the other side in blocks. So no sum is
+// kept in memory, GQA takes no atomics and every sum has one order; the price is that scores and dP are computed twice,
 // seven products in place of five.
 //
 //   owner    own rows (registers)   walks (LDS)    scores and dP        sums
@@ -50,7 +50,7 @@ struct Maybe<false, T> {
   using type = Absent<T>;
 };
 
-// Walked rows in LDS, in the forms that products read: `rows` for scores and dP, `columns` for sums.
+// Walked rows in LDS, in the forms that products read: `rows` for scores and dP, `columns` for the sums of gradients.
 template <class Rows, class Columns, bool by_row, bool by_column>
 struct WalkedForms {
   static constexpr bool has_rows = by_row, has_columns = by_column;
@@ -83,7 +83,8 @@ struct OwnStats {
   FMHA_DEVICE float delta(int) const { return delta_; }
 };
 
-// Rows of a tensor, from one of a (sequence, head) on: element by element at any address and stride.
+// Rows of a tensor, from the first row of a (sequence, head) on: they are read element by element at any address and
+// stride.
 struct TensorRows {
   const uint8_t* data;
   int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
@@ -109,7 +110,7 @@ FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
                              p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch));
 }
 
-// Order of the workgroups: blocks of own rows, those that see most first, and for each block all heads.
+// Order of the workgroups: blocks of own rows, beginning with those that see most, and for each block all heads.
 // Hardware assigns workgroups to XCDs round-robin: with a multiple of XCDs, a head's share an L2.
 template <class U>
 FMHA_DEVICE Job job_of(const FwdParams& p) {
@@ -140,7 +141,7 @@ FMHA_DEVICE Job job_of(const FwdParams& p) {
   return job;
 }
 
-// Rows `first` ... of a tensor with queries' heads, or with keys'.
+// Rows from `first` on of a tensor with query heads; the function below is for tensors with kv heads.
 FMHA_DEVICE TensorRows query_rows(const View& x, const Job& job, int32_t i_head, int32_t first, int32_t num_elems) {
   const int64_t at = row_offset(x, job.span.storage_batch, int64_t(job.span.q_row) + first, i_head);
   return {static_cast<const uint8_t*>(x.data) + at * kElemBytes, x.row * kElemBytes, x.dim * kElemBytes,

@@ -5,7 +5,7 @@
 
 namespace fmha::cdna::bwd {
 
-// Reader of rows: 16 bytes at (row, byte), 0 outside.
+// Reads 16 bytes at (row, byte) of a tensor's rows; bytes outside are 0.
 template <LoadPath load>
 class Reader {
  public:
@@ -36,7 +36,7 @@ class Reader<LoadPath::Element> {
   TensorRows rows_;
 };
 
-// The own rows of a wave: each lane's row, as the B operand of scores or of dP.
+// Loads the rows that a wave owns: each lane's row becomes the B operand of scores or of dP.
 template <LoadPath load, int steps>
 FMHA_DEVICE void load_own(Array<Frag, steps>& own, const TensorRows& rows) {
   const Reader<load> reader(rows);
@@ -47,8 +47,8 @@ FMHA_DEVICE void load_own(Array<Frag, steps>& own, const TensorRows& rows) {
   }
 }
 
-// A block of walked rows in flight, loaded by `threads` threads, of which
-// this is number `thread`, in pieces of 16 bytes of four adjacent rows.
+// A block of walked rows whose loads are in flight. `threads` threads load it, each in pieces of 16 bytes of four
+// adjacent rows.
 template <int dim, int columns, int threads, LoadPath load>
 class WalkedLoad {
   static constexpr int num_runs = columns / kRun, pieces_per_row = dim * kElemBytes / kFragBytes;
@@ -113,12 +113,12 @@ class WalkedLoad {
   Frag piece_[per_thread][kRun];
 };
 
-// Which walked rows a thread loads: the first half of the waves the operand of scores, the second that of dP.
+// Which walked rows a thread loads: the first half of the waves load the operand of scores, the second half that of dP.
 template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct BlockLoad {
   using C = Config<spec, tile>;
   static constexpr int threads = C::num_threads / 2;
-  // Rows of one length are loaded without a branch.
+  // Whether the rows of both operands have equal lengths; they are then loaded without a branch.
   static constexpr bool alike = spec.head_dim_qk == spec.head_dim_v;
   using ScoreLoad = WalkedLoad<spec.head_dim_qk, tile.columns, threads, tile.load>;
   using ValueLoad = WalkedLoad<spec.head_dim_v, tile.columns, threads, tile.load>;
@@ -151,7 +151,7 @@ struct BlockLoad {
     }
   }
 
-  // Block `block` of the `i_head`-th head.
+  // Starts the loads of block `block` of the `i_head`-th head.
   FMHA_DEVICE void issue(const MatrixBwdParams& params, int32_t i_head, int32_t block) {
     const int32_t first = block * tile.columns;
     TensorRows from = rows;

@@ -1,4 +1,4 @@
-// Backward on MFMA.
+// Backward kernel on MFMA.
 #pragma once
 #include <fmha/cdna/bwd/load.h>
 #include <fmha/cdna/bwd/walk.h>
@@ -7,7 +7,7 @@
 
 namespace fmha::cdna::bwd {
 
-// C += A B over one step of 32 bytes.
+// Computes C += A B over one step of 32 bytes of the inner dimension.
 template <DType dtype>
 FMHA_DEVICE Acc mma_step(Frag a, Frag b, Acc c) {
 #pragma unroll
@@ -29,7 +29,7 @@ FMHA_DEVICE BlockFrags block_frags(const Acc& x) {
 template <MatrixBwdSpec spec, class C>
 struct WalkedLanes {
   typename C::Score::LaneAddresses score_;
-  // Whether rows of both kinds have equal lengths, and so equal addresses.
+  // Whether rows of Q and K are as long as rows of V and dO, so that the offsets in both are equal.
   static constexpr bool alike = spec.head_dim_qk == spec.head_dim_v;
   [[no_unique_address]] typename Maybe<!alike, typename C::Value::LaneAddresses>::type value_;
 
@@ -55,15 +55,15 @@ struct OnMfma {
 
   static constexpr int edge = kEdge;   // own rows of a wave, and elements of their gradients in an accumulator
   static constexpr int acc_elems = 16;  // of a lane
-  // gfx90a's matrix unit flushes f16 subnormals to 0: P lies higher there, by a power of two.
+  // Power of two by which P is scaled on gfx90a in f16: its matrix unit flushes subnormals to 0.
   static constexpr float p_scale = spec.dtype == DType::F16 && kArch == Arch::Gfx90a ? 4096.f : 1.f;
 
   static FMHA_DEVICE int lane_col(int thread) { return fmha::lane_col(thread); }
   static FMHA_DEVICE int lane_half(int thread) { return fmha::lane_half(thread); }
-  // Row of register `i` within a block that the loop visits.
+  // Row, within a walked block, that register `i` of an accumulator holds.
   static FMHA_DEVICE constexpr int walked_row(int i, int half) { return acc_row(i, half); }
 
-  // An accumulator of sums as runs of four adjacent elements, and where they lie.
+  // Brings an accumulator of sums into runs of four adjacent elements; the function below says where they lie.
   static FMHA_DEVICE const Acc& in_runs(const Acc& acc) { return acc; }
   static FMHA_DEVICE constexpr int row_of_run(int i, int half) { return acc_row(i, half); }
   template <DType dtype>
@@ -77,7 +77,7 @@ struct OnMfma {
 
   using Tanh = cdna::Tanh;
 
-  // A lane's own row, as the B operand of scores or of dP.
+  // The row that a lane owns, as the B operand of scores; the next type is for dP.
   using OwnScore = Array<Frag, C::score_steps>;
   using OwnValue = Array<Frag, C::value_steps>;
   template <int steps>

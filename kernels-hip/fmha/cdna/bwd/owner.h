@@ -1,4 +1,4 @@
-// A wave's own rows and their sums, and the contributions of a block of walked rows.
+// The rows that a wave owns and their gradient sums, and the contributions of a block of walked rows to them.
 #pragma once
 #include <fmha/cdna/bwd/captured.h>
 #include <fmha/cdna/bwd/pairs.h>
@@ -45,7 +45,7 @@ struct Owner {
     const float to_log2 = spec.modifies ? kLog2E : p.softmax_scale * kLog2E;
 #pragma unroll
     for (int i = 0; i < 16; ++i) s[i] = v_exp_f32(v_fma_f32(s[i], to_log2, -stats.lse_log2(i)));
-    // A hidden dP may be NaN, and 0 times that is NaN.
+    // A hidden dP may be NaN, and 0 times NaN is NaN, so hidden elements are set to 0.
     if constexpr (spec.masks) {
       if (edge) {
         const uint32_t shown = pairs.shown(at);

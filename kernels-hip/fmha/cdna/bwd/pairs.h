@@ -1,4 +1,5 @@
-// Steps from a block of scores and of dP to P and dS: walked rows along the registers, an own row in each lane.
+// Steps that turn a block of scores and of dP into P and dS. Walked rows lie along the registers, and each lane has one
+// owned row.
 #pragma once
 #include <fmha/amd/score.h>
 #include <fmha/cdna/bwd/job.h>
@@ -9,7 +10,7 @@
 
 namespace fmha::cdna::bwd {
 
-// Which queries and keys a block of pairs has.
+// The queries and keys of a block of pairs.
 struct PairPlace {
   int32_t own, walked;  // the lane's own row; the walked row of its register 0
 };
@@ -35,7 +36,8 @@ struct Pairs {
     if constexpr (spec.mask == MaskKind::Full) return is_there;
     return is_there && visible(band, i, j);
   }
-  // Pairs that the mask hides or that are beyond the lengths become 0, by a select, since they may be NaN.
+  // Sets pairs that the mask hides, or that are beyond the lengths, to 0. It selects instead of multiplying, since
+  // hidden values may be NaN.
   FMHA_DEVICE void hide(PairValues& x, PairPlace at) const {
     // Visibility is recomputed each time: results kept from S to dS would fill scalar registers.
     opaque_in_vgpr(at.own);
@@ -48,7 +50,7 @@ struct Pairs {
   FMHA_DEVICE uint32_t shown(const PairPlace& at) const {
     const MaskedBwdParams& p = reload_params<MaskedBwdParams>();
     const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
-    // Lane 0 has the first own row, and its register 0 the first walked row.
+    // Lane 0 has the first owned row, and register 0 the first walked row.
     const int32_t first_own = v_readfirstlane_b32(at.own), first_walked = v_readfirstlane_b32(at.walked);
     ShownBits<1> words;
     if constexpr (queries_own) {
@@ -80,7 +82,7 @@ struct Pairs {
     for (int i = 0; i < 16; ++i) x[i] = shown >> i & 1 ? x[i] : 0.f;
   }
 
-  // A block of scores for `apply_given`.
+  // A block of scores in the form that `apply_given` takes.
   struct Fragment {
     static constexpr int count = 16;
     PairValues &s, &slopes;

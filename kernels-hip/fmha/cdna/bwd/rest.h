@@ -1,7 +1,8 @@
-// Launches before and behind the products, a wave to a row: LSE and delta of each query before; behind, the rows
-// whose gradients the products cannot sum, dBias and dSink. All follow the rules of fmha/row_bwd.h.
+// Launches before and after the main launch, with a wave for each row. The one before computes LSE and delta of each
+// query; the one after computes rows whose gradients the products cannot sum, dBias and dSink. All follow the rules of
+// fmha/row_bwd.h.
 //
-// Rows that are computed again, from memory, pair by pair:
+// Rows that are recomputed from memory, pair by pair:
 //   far     dQ of a query whose LSE is so large that P is to be measured from an origin of its own, and dK and dV of
 //           the heads that such queries attend to. To the products such a query's P is 0.
 //   hidden  rows with a sum that is not finite under a mask: a hidden NaN is multiplied by 0 there.
@@ -13,7 +14,7 @@
 
 namespace fmha::cdna::bwd {
 
-// Rows of a wave of the main launches, hence of a word of `non_finite`.
+// Rows of a wave of the main launches, and so of a word of flags in `non_finite`.
 constexpr int32_t kRowsOfWord = 32;
 
 FMHA_DEVICE int64_t num_query_words(const BwdParams& p) {
@@ -23,8 +24,8 @@ FMHA_DEVICE int64_t num_key_words(const BwdParams& p) {
   return int64_t(p.fwd.batch) * p.fwd.num_heads_kv * ceil_div(p.fwd.seqlen_k, kRowsOfWord);
 }
 
-// Replaces a NaN by the usual one: a caller's f32 NaN may have any bits, and where
-// products round to bf16 by adding to a number's bits, the largest NaN would become 0.
+// Replaces a NaN by the usual one. A caller's f32 NaN may have any bits, and rounding to bf16 by adding to the bits
+// would turn the largest NaN into 0.
 FMHA_DEVICE float usual_nan(float x) { return is_nan(x) ? float_of(0x7fc00000) : x; }
 
 // Address of the flags of rows `first` ...: those of dQ,
@@ -44,7 +45,8 @@ FMHA_DEVICE int32_t* has_far(const BwdParams& p, int32_t i_batch, int32_t i_head
   return p.schedulers + int64_t(i_batch) * p.fwd.num_heads_kv + i_head_kv;
 }
 
-// The first launch: rows in whole words, LSE +infinity and delta 0 beyond a length, so that products need no test.
+// Prepares rows of queries in whole words of flags. Rows beyond a length get LSE +infinity and delta 0, so that
+// products need no test for them.
 template <BwdSpec spec, class Masks = NoMasks>
 FMHA_DEVICE void stats(const BwdParams& p, const Masks& masks = {}) {
   const int64_t at = simt::row_of_wave();
@@ -94,7 +96,7 @@ FMHA_DEVICE void for_each_row(uint32_t rows, int32_t first, Row row) {
 
 FMHA_DEVICE uint32_t uniform_word(uint32_t x) { return uint32_t(v_readfirstlane_b32(int32_t(x))); }
 
-// A bit for each of the rows from `first` on that lies before `end`.
+// A bit for each row from `first` on that lies before `end`.
 FMHA_DEVICE uint32_t rows_there(int32_t first, int32_t end) {
   return end - first >= kRowsOfWord ? ~0u : (1u << max(end - first, 0)) - 1;
 }
@@ -132,8 +134,8 @@ FMHA_DEVICE void rest(const BwdParams& p, const Masks& masks = {}) {
     uint32_t rows = *has_far(p, span.i_batch, head) ? ~0u : 0;
     if constexpr (hides) {
       rows |= *nonfinite_of(p, BwdSums::DkDv, span.i_batch, head, first);
-      // No call needs this while both launches visit equal blocks: a
-      // non-finite dO makes delta non-finite, and so dK of these pairs.
+      // The flags of dV are needed only if both launches could visit different blocks: otherwise a non-finite dO makes
+      // delta, and so dK of the same rows, non-finite too.
       if constexpr (splits_keys) rows |= *nonfinite_of(p, BwdSums::Dv, span.i_batch, head, first);
     }
     for_each_row(uniform_word(rows) & rows_there(first, span.seqlen_k), first,

@@ -1,10 +1,10 @@
-// A wave's sums to a gradient, scaled, from registers to memory.
+// Stores a wave's gradient sums, scaled, from registers to memory.
 #pragma once
 #include <fmha/cdna/bwd/job.h>
 
 namespace fmha::cdna::bwd {
 
-// `row`: where the lane's own row of the gradient begins, in elements.
+// Stores a lane's row of a gradient. `row` is the element at which that row begins.
 template <class U, int blocks>
 FMHA_DEVICE void store_row(const View& view, int64_t row, const Array<typename U::Acc, blocks>& sums, float factor,
                            int32_t dim) {
@@ -53,7 +53,7 @@ FMHA_DEVICE void store_nonfinite(int32_t* word, int32_t first, float zero) {
   if constexpr (U::edge == 32) {
     *word = int32_t(uint32_t(lanes) | uint32_t(lanes >> 32));
   } else {
-    // Two waves have a half of a word each.
+    // Two waves share a word of flags, half of it each.
     static_assert(U::edge == 16, "own rows are a word, or a half of one");
     reinterpret_cast<uint16_t*>(word)[first / 16 % 2] = uint16_t(lanes | lanes >> 16);
   }

@@ -1,4 +1,4 @@
-// A workgroup sums the gradients of its own rows over the blocks of the other side (job.h).
+// The walk of a workgroup: it sums the gradients of the rows that it owns over blocks of walked rows (job.h).
 #pragma once
 #include <fmha/cdna/bwd/owner.h>
 #include <fmha/cdna/bwd/rest.h>
@@ -28,7 +28,7 @@ struct HeadBlocks {
     if constexpr (U::spec.masks) return list(i_head).num_tiles;
     return job.blocks.count();
   }
-  // Blocks of all heads.
+  // Number of blocks of all heads together.
   FMHA_DEVICE int32_t total() const {
     if constexpr (!U::spec.masks) return job.blocks.count() * job.num_heads;
     int32_t total = 0;
@@ -64,7 +64,7 @@ struct HeadBlocks {
   }
 };
 
-// A workgroup's walk: stage after stage is filled while the one before is computed with.
+// The loop of a workgroup: one stage of LDS is filled while the stage before is computed with.
 template <class U>
 class Walk {
   using C = typename U::C;
@@ -83,7 +83,8 @@ class Walk {
       load_.store(lds_.stage[0]);
       issue(params);
       s_barrier_of_lds();
-      // Two at a time, so that stages are constants; the last step of an odd number adds nothing.
+      // Two steps are written out per iteration, so that stages are constants; the last step of an odd number adds
+      // nothing.
 #pragma nounroll
       for (int32_t n = 0; n < num_; n += 2) {
         step<0, 1>(true);
@@ -142,7 +143,8 @@ class Walk {
     at_ = after(at_);
   }
 
-  // Class of the block of the wave's rows and the walked rows from `walked` on.
+  // Class of the block of this wave's rows and the walked rows from `walked` on: all, some or none of its pairs are
+  // visible.
   FMHA_DEVICE BlockClass class_of(int32_t walked) const {
     const Range own = {first_of_wave_, first_of_wave_ + U::edge}, other = {walked, walked + kBlockRows};
     const Range queries = C::queries_own ? own : other, keys = C::queries_own ? other : own;
@@ -207,14 +209,15 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
     }
     if constexpr (C::makes_dv) {
       const View& view = then.bwd.dv;
-      // The factor is applied in f32: multiplying P by it would round again, every P of 1 by an equal share.
+      // Dropout's factor is applied to the sums in f32: multiplying P by it would round again, and change every P of 1
+      // by an equal relative error.
       const float dropout_scale = U::spec.dropout ? then.bwd.fwd.dropout_scale : 1.f;
       store_row<U>(view, row_offset(view, job.span.i_batch, job.span.k_row + row, job.i_head_kv), owner.dvalue,
                    dropout_scale / U::p_scale, then.head_dim_v);
     }
   }
   if constexpr (U::spec.mask != MaskKind::Full) {
-    // A wave without rows, of two that share a word, stores zeros.
+    // A wave without rows stores zeros to its half of the word of flags.
     const int32_t first_of_word = U::edge == kRowsOfWord ? first : first / kRowsOfWord * kRowsOfWord;
     if (first_of_word >= end) return;
     float zero = 0.f;

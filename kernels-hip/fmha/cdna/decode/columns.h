@@ -30,7 +30,7 @@ class SharedColumns {
   static constexpr int words = C::columns * C::stored_bytes / 4;  // of a lane and key
 
  public:
-  // A wave's own part.
+  // One wave's part of LDS.
   union Part {
     Frag sums[4][kWaveSize];  // its scores, four registers of each lane side by side
     typename Choose<spec.v_in_k, Keys, Frag>::type keys;

@@ -1,10 +1,10 @@
 // The decode kernel's work and numbers.
 //
 // A wave has 32 rows, which are (query, head of a KV head's group) pairs, query by query, and one part of the keys of
-// their sequence. Up to head dimension 256 it shares nothing with other waves. Above, O of 32 rows does not fit a
-// wave's registers beside Q and a tile: the four waves of a workgroup have the same rows and keys, and a quarter of
-// the columns each (columns.h). O and the statistics of the softmax go to the workspace, and a second launch merges
-// the parts (merge.h).
+// their sequence. Up to head dimension 256 it shares nothing with other waves. Above 256, O of 32 rows does not fit a
+// wave's registers beside Q and a tile: the four waves of a workgroup have the same rows and keys, and a quarter of the
+// columns each (columns.h). O and the statistics of the softmax go to the workspace, and a second launch merges the
+// parts (merge.h).
 #pragma once
 #include <fmha/cdna/config.h>
 #include <fmha/cdna/decode/work.h>
@@ -19,7 +19,7 @@ constexpr int kTileKeys = kEdge;  // keys of a step of the loop
 template <CdnaDecodeSpec spec>
 struct Config {
   static constexpr int stored_bytes = size_bytes(spec.stored);
-  // Waves that share the columns of their rows.
+  // Number of waves that share the columns of their rows.
   static constexpr int column_waves = spec.column_waves;
   // Steps of K Q over a wave's columns of a padded row, 16 elements each, and the steps per load of a lane. A
   // load has 16 bytes, or 8 for one-byte columns that waves share, since a wave may have an odd number of steps.

@@ -17,7 +17,7 @@ FMHA_DEVICE TokenList list_of(const FwdParams& p, const SeqSpan& span, int32_t i
   return {p, reload_params<ListDecodeParams>().lists, span, band, i, i_head_kv};
 }
 
-// The list of keys that a piece's token has.
+// The list of keys of the token whose work item this is.
 FMHA_DEVICE TokenList list_of(const FwdParams& p, const Job& job) {
   SeqSpan span = job.span;
   span.seqlen_k = job.nameable;
@@ -57,7 +57,7 @@ FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) 
   return true;
 }
 
-// Places of a list, one tile after another, as SequencePlaces has those of a sequence.
+// Places in a token's list, one tile after another; SequencePlaces has those of a sequence.
 class ListPlaces : public OneCache {
   int32_t entry_;    // as the list has it, of the lane's place in the tile after the next
   KeyPlaces next_;   // of its place in the next tile; the key is negative where there is none
@@ -65,14 +65,14 @@ class ListPlaces : public OneCache {
   uint32_t shown_;   // a bit for each place of the tile that `row` was asked for: whether it names a key
 
  public:
-  // Places of a token; `span` is that of the call.
+  // Number of places of a token; `span` is the call's sequence.
   static FMHA_DEVICE int32_t count(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head_kv) {
     return places_of(list_of(p, span, i, i_head_kv));
   }
 
   template <class Tiles>
   FMHA_DEVICE ListPlaces(const FwdParams& p, const Job& job, const Tiles& tiles, int lane) {
-    // A list that is walked has keys to name, so that row 0 exists.
+    // A list that is walked has at least one key, so row 0 exists and may be loaded.
     row_ = job.layout == KvKind::Paged || is_of_addresses() ? KvRow{0, 0} : KvRow{job.span.i_batch, job.span.k_row};
     entry_ = list_of(p, job).entry(place(job, tiles, 0, lane));
   }

@@ -13,8 +13,8 @@
 
 namespace fmha::cdna::decode {
 
-// Elements from `first` on of a row, `words` words of them; elements beyond the
-// row's end are 0. `ends_early`: the row is shorter than its padded length.
+// Loads elements of a row from `first` on, `words` words of them. Elements beyond the row's end become 0. `ends_early`:
+// the row is shorter than its padded length.
 template <LoadPath load, int bytes, bool ends_early, int words = 4>
 FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
   if constexpr (load == LoadPath::Element) {
@@ -39,7 +39,7 @@ FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, i
   }
 }
 
-// Byte `at` of a word as f32, by the instruction if the architecture supports the type, otherwise by its bits.
+// Converts byte `at` of a word to f32, by an instruction if the architecture supports the type, otherwise by its bits.
 template <DType dtype, int at>
 FMHA_DEVICE float widened(uint32_t word) {
   static_assert(is_fp8(dtype), "wider types have no bytes to widen");
@@ -74,7 +74,7 @@ FMHA_DEVICE Frag widened_chunk(uint32_t low, uint32_t high, float descale) {
   return frag;
 }
 
-// A tile of K in registers, as stored.
+// A tile of K in registers, in the type in which memory has it.
 template <CdnaDecodeSpec spec>
 struct KTile {
   using C = Config<spec>;
@@ -89,7 +89,7 @@ struct KTile {
     const FwdParams& p = params.call.fwd;
     const uint8_t* row;
     if constexpr (spec.row_bytes > 0) {
-        // The columns after V's are the bf16 elements.
+        // The columns after V's are bf16 elements.
         using Format = RowFormat<spec.row_bytes>;
         row = Places::template bytes_of<spec.row_bytes>(p, at).row + Format::rotary - 2 * Format::values;
     } else {
@@ -117,7 +117,7 @@ struct KTile {
   }
 };
 
-// A tile of V in registers, as stored: a lane's columns of 16 of its keys.
+// A tile of V in registers, in the type in which memory has it: a lane's columns of 16 of its keys.
 template <CdnaDecodeSpec spec>
 struct VTile {
   using C = Config<spec>;
@@ -127,7 +127,7 @@ struct VTile {
   // Factors of the eight keys of an operand.
   using Factors = Array<float, 8>;
 
-  // `at`: of the key that the lane's number is, in both halves of the wave.
+  // Loads a tile. `at` is the place of the key whose number in the tile is the lane's, in both halves of the wave.
   template <class Places>
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& v = params.call.fwd.v;
@@ -187,7 +187,7 @@ struct VTile {
     }
   }
 
-  // Sets those keys of a tile to 0 whose bit is not set.
+  // Sets keys of a tile to 0 whose bit in `shown` is 0.
   FMHA_DEVICE void keep(uint32_t shown) {
     const uint32_t of_half = shown >> (lane_half() * kRun);
 #pragma unroll
@@ -235,7 +235,7 @@ struct VTile {
  private:
   using Format = RowFormat<(spec.row_bytes > 0 ? spec.row_bytes : 656)>;
 
-  // Values `at` and `at + 1` of a word, times their scale.
+  // Values `at` and `at + 1` of a word, multiplied by their scale.
   template <int at>
   static FMHA_DEVICE uint32_t scaled_pair(uint32_t word, float scale) {
     const float a = widened<DType::E4m3Fn, at>(word) * scale, b = widened<DType::E4m3Fn, at + 1>(word) * scale;
@@ -256,7 +256,7 @@ struct VTile {
     }
   }
 
-  // Columns beyond the row's end repeat other columns: their sums are not stored.
+  // Loads a lane's columns. Columns beyond the row's end repeat other columns; their sums are not stored.
   static FMHA_DEVICE void load(uint32_t (&to)[C::v_words], const uint8_t* row, int32_t first, int32_t dim, int64_t step) {
     constexpr int bytes = C::stored_bytes;
     if constexpr (spec.load == LoadPath::Element) {

@@ -1,10 +1,10 @@
 // Decode: short queries over a long cache, each wave 32 rows and a part of the keys (config.h). Rows of more than 256
-// elements are a workgroup's, at any length of queries.
+// elements are shared by the waves of a workgroup, whatever the number of queries.
 //
 //   step n    S^T = K(n) Q^T    K(n + 1) is issued    P(n) = exp2(S(n) - max)    O^T += V(n)^T P(n)^T    V(n + 1) is issued
 //
-// The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one
-// of V and are filled again as soon as they have been read: one of the two, or both, is always on its way.
+// The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one of
+// V, and are filled again as soon as they have been read: loads of one of the two, or of both, are always in flight.
 #pragma once
 #include <fmha/cdna/decode/columns.h>
 #include <fmha/cdna/decode/list.h>
@@ -29,7 +29,7 @@ struct Wave {
   OnlineRow sums;  // row_max is natural; row_sum is of this lane's keys
 
   FMHA_DEVICE Wave(const FwdParams& p, const Job& job) : job(job) {
-    // Lanes beyond the last row repeat it, and store nothing.
+    // Lanes beyond the last row repeat that row, and store nothing.
     const int32_t row = min(job.first_row + lane_col(), job.num_rows - 1);
     query = row / p.gqa_ratio;
     i_head = job.i_head_kv * p.gqa_ratio + row % p.gqa_ratio;
@@ -55,7 +55,7 @@ struct Wave {
     }
   }
 
-  // Mask by length and band.
+  // Whether a query sees a key by the sequence's length and the band.
   FMHA_DEVICE bool sees_in_band(int32_t key) const {
     return key < job.span.seqlen_k && visible(job.band, query, key);
   }
@@ -151,8 +151,8 @@ struct Wave {
     return frags;
   }
 
-  // O += V P. Returns true if V had a NaN or an infinity that some row does not see: it was
-  // replaced by 0, since 0 times it is NaN, and is added at the end to the rows that see it.
+  // O += V P. Returns true if V had a NaN or an infinity that some row does not see: it was replaced by 0, since 0
+  // times NaN is NaN, and the value is added at the end to the rows that see it.
   FMHA_DEVICE bool add_values(const VTile<spec>& v, const Array<Frag, C::pv_steps>& p, bool is_partly_masked) {
     bool zeroed = false;
 #pragma unroll
@@ -178,8 +178,8 @@ struct Wave {
     return zeroed;
   }
 
-  // Whether the lane has a row of its own. Opaque, as in row_of_parts: results
-  // kept across the loop would need registers that rows of 512 do not leave.
+  // Whether the lane has a row of its own. The value is opaque: results kept across the loop would need registers that
+  // rows of 512 do not leave.
   FMHA_DEVICE bool is_a_row() const { return job.first_row + lane_col(opaque_thread_idx()) < job.num_rows; }
 
   FMHA_DEVICE int64_t row_of_parts(const FwdParams& p) const {
@@ -243,14 +243,14 @@ struct Wave {
 // Parameters are read again for each work item: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
-// Where the keys of a kernel come from.
+// Type that finds the keys of a kernel: of a sequence, of a list, or of two caches.
 template <CdnaDecodeSpec spec>
 using RunsOf = typename Choose<spec.scaled, ScaledPlaces, SequencePlaces>::type;
 template <CdnaDecodeSpec spec>
 using PlacesOf = typename Choose<spec.two_caches, TwoPlaces,
                                  typename Choose<spec.listed, ListPlaces, RunsOf<spec>>::type>::type;
 
-// `columns`: how waves that share columns exchange sums (columns.h).
+// Runs the kernel. `columns`: how waves that share columns exchange sums (columns.h).
 template <CdnaDecodeSpec spec, class Columns>
 FMHA_DEVICE void compute(const Job& job, Columns columns) {
   using C = Config<spec>;
@@ -306,13 +306,13 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
   }
 }
 
-// Work item of this workgroup, or of this wave in it; -1 after the last.
+// Number of the work item of this workgroup, or of this wave in it; -1 after the last.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if constexpr (Config<spec>::column_waves > 1) {
-    // The hardware assigns workgroups to dies round-robin; those with
-    // other rows of equal keys stay on one die, whose L2 has the keys.
+    // The hardware assigns workgroups to dies round-robin. Workgroups with the same keys and other rows are put on one
+    // die, whose L2 then has the keys.
     const int32_t num_xcds = params.num_xcds, turn = workgroup_idx() / num_xcds;
     const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
     at = keys * params.row_blocks + turn % params.row_blocks;

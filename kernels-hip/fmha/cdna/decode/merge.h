@@ -40,8 +40,8 @@ FMHA_DEVICE void store_of_type(const CdnaDecodeParams& params, int64_t at, float
   }
 }
 
-// End of a row over a list: an infinite sink takes all of the weight
-// of a row with finite scores, and LSE may be wanted without the sink.
+// Ends a row over a list: an infinite sink takes all weight of a row with finite scores, and LSE may be wanted without
+// the sink.
 struct ListEnd {
   bool sink_has_all, without_sink;
 
@@ -52,8 +52,8 @@ struct ListEnd {
   }
 };
 
-// `row_elems`: elements of a part's row in the workspace. `Places`: where keys come from; with SequencePlaces the parts
-// are those of sequences, otherwise of tokens.
+// Merges rows. `row_elems`: elements of a part's row in the workspace. `Places`: where keys come from; with
+// SequencePlaces parts belong to sequences, otherwise to tokens.
 template <int row_elems, class Places>
 FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   constexpr bool listed = !__is_same(Places, SequencePlaces);

@@ -17,7 +17,7 @@ FMHA_DEVICE bool can_name(const CacheKeys& keys) {
   return list.lists.whole || (list.lists.addresses ? list.p.num_pages > 0 : list.span.seqlen_k > 0);
 }
 
-// Keys of both caches that token i may see. All lanes have equal numbers.
+// The keys of both caches that token i may see. All lanes compute equal numbers.
 FMHA_DEVICE TwoCaches both_of(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head_kv) {
   const QLayout q_layout = p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch;
   TwoCaches both = TwoCaches::of(p, both_params(), q_layout, span, i, i_head_kv);
@@ -29,7 +29,7 @@ FMHA_DEVICE TwoCaches both_of(const FwdParams& p, const SeqSpan& span, int32_t i
 // Places of a token's keys in both caches, one tile after another, as ListPlaces has those of a list. A row of the
 // second cache is stored as its complement.
 class TwoPlaces {
-  // Place and length of the second sequence, and the first keys that are walked where a cache has no list.
+  // Row and length of the second cache's sequence, and the first keys that are walked where a cache has no list.
   int32_t second_row_, second_keys_, first_begin_, second_begin_;
   int32_t num_first_;  // places of the first cache
   int32_t entry_;      // of the lane's place in the tile after the next
@@ -53,7 +53,7 @@ class TwoPlaces {
     first_begin_ = v_readfirstlane_b32(both.first.positions.begin);
     second_begin_ = v_readfirstlane_b32(both.second.positions.begin);
     num_first_ = both.first.num;
-    // One of the caches has keys, since there are places. Its row 0 exists.
+    // At least one cache has keys, since there are places; its row 0 exists.
     const FwdParams& second = both_params().second.call;
     const bool in_pages = num_first_ > 0 ? of_pages(p, 0) : of_pages(second, 1);
     row_ = in_pages ? KvRow{0, 0} : KvRow{job.span.i_batch, num_first_ > 0 ? job.span.k_row : second_row_};
@@ -89,7 +89,7 @@ class TwoPlaces {
   }
   FMHA_DEVICE uint32_t shown() const { return shown_; }
 
-  // Bytes from the first element of the first cache's K, or V, to a row's.
+  // Distance in bytes from the first element of the first cache's K, or V, to a row.
   template <bool of_v, int bytes>
   static FMHA_DEVICE int64_t offset(const FwdParams& p, KvRow at, int32_t i_head_kv) {
     const FwdParams& second = both_params().second.call;
@@ -126,7 +126,7 @@ class TwoPlaces {
     return ((const int32_t FMHA_GLOBAL*)p.block_table)[entry];
   }
 
-  // The row of the lane's key, as if it were this cache's.
+  // The row of the lane's key in its cache.
   FMHA_DEVICE KvRow row_in(const FwdParams& p, int cache, int32_t i_batch, int32_t first_row) const {
     const uint32_t key = uint32_t(max(key_, 0)), page_size = uint32_t(max(p.page_size, 1));
     const KvRow of_address = {int32_t(key / page_size), int32_t(key % page_size)};
@@ -150,7 +150,7 @@ class TwoPlaces {
             {second, of_second.masks, {second_begin_, 0}, 0}, KvKind::Strided, caches.lists, job.queries.begin};
   }
 
-  // The entry of a place of a cache, and the key that it is.
+  // The list's entry for a place of a cache, and in the next function the key that it stands for.
   static FMHA_DEVICE int32_t entry_in(const CacheKeys& keys, int32_t at) {
     return keys.list.lists.whole ? keys.positions.begin + at : keys.list.entry(at);
   }

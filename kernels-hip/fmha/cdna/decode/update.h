@@ -1,4 +1,4 @@
-// `fmha/update_cache.h` on waves.
+// Runs `fmha/update_cache.h`, which appends new keys to a KV cache, on waves.
 #pragma once
 #include <fmha/isa/lane.h>
 #include <fmha/isa/sched.h>

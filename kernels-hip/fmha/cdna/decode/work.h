@@ -1,4 +1,5 @@
-// Pieces of work of a decode kernel, for any tile: rows of a group, a part of their sequence's keys, where keys lie.
+// Pieces of work of a decode kernel, for any tile: rows of a group of heads, a part of their sequence's keys, and where
+// the keys lie.
 #pragma once
 #include <fmha/cache_rows.h>
 #include <fmha/cdna/decode/tile.h>
@@ -21,7 +22,7 @@ struct Job {
   int32_t scale_keys;           // of CdnaDecodeParams
   int32_t nameable;             // keys of the sequence, where span.seqlen_k has the places of a list (list.h)
 
-  // P's scale for bf16, in log2: below 1 by the number of keys.
+  // Power of two by which P is scaled for bf16, in log2: it is below 1 and follows from the number of keys.
   FMHA_DEVICE int scale_below_keys() const {
     return __builtin_clz((scale_keys != 0 ? scale_keys : span.seqlen_k) | 1) - 32;
   }
@@ -31,7 +32,7 @@ FMHA_DEVICE KvKind layout_of(const FwdParams& p) {
   return p.block_table ? KvKind::Paged : p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided;
 }
 
-// The place of each lane's own sequence.
+// The sequence of each lane's own batch index.
 FMHA_DEVICE SeqSpan seq_of(const FwdParams& p, int32_t i_batch) {
   return resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch, layout_of(p), i_batch);
 }
@@ -71,7 +72,7 @@ struct KeyPlaces {
   }
 };
 
-// Where rows of one cache lie: bytes from the first element of K, or V, to a row's.
+// Where rows of one cache lie: the distance in bytes from the first element of K, or V, to a row.
 struct OneCache {
   template <bool of_v, int bytes>
   static FMHA_DEVICE int64_t offset(const FwdParams& p, KvRow at, int32_t i_head_kv) {
@@ -85,7 +86,7 @@ struct OneCache {
   }
 };
 
-// Places of keys, one tile after another. `lane`: the lane's key within a tile.
+// Places of a sequence's keys, one tile after another. `lane` is the lane's key within a tile.
 class SequencePlaces : public OneCache {
   KeyPlaces places_;
 
@@ -99,7 +100,7 @@ class SequencePlaces : public OneCache {
     places_ = KeyPlaces::of(p, job, tiles.first_key(min(n, tiles.count - 1)) + lane);
   }
 
-  // Rows of the tile that `find` has looked for.
+  // Rows of the tile whose places `find` has looked up.
   FMHA_DEVICE KvRow row(const FwdParams& p, const Job& job) { return places_.row(p, job); }
   FMHA_DEVICE uint32_t shown() const { return ~0u; }
 };

@@ -77,7 +77,7 @@ struct BlockCopy {
       stage.value.copy(query_rows(params.bwd.dout, job, i_head, first, v));
       const int thread = opaque_thread_idx(), row = thread % tile.columns;
       if (thread >= 2 * tile.columns) return;
-      // LSE and delta exist for whole blocks of 32 queries; behind them a tile's block is past the lengths, and
+      // LSE and delta exist for whole blocks of 32 queries; later blocks of a tile are beyond the lengths, and are
       // skipped.
       const int32_t query = min(first + row, int32_t(params.bwd.stats_batch) - 1);
       const int64_t at = stats_offset(params.bwd, job.span, i_head, query);
@@ -106,7 +106,7 @@ struct OnWmma {
     return i / kAccElems * kEdge + acc_row(i % kAccElems, half);
   }
 
-  // An accumulator of sums as runs of four adjacent elements, and where they lie.
+  // Brings an accumulator of sums into runs of four adjacent elements; the function below says where they lie.
   static FMHA_DEVICE Array<float, kAccElems> in_runs(const Acc& acc) { return rows_in_order(acc); }
   static FMHA_DEVICE constexpr int row_of_run(int i, int half) { return 8 * half + i; }
   template <DType dtype>
@@ -127,7 +127,8 @@ struct OnWmma {
     FMHA_DEVICE Nothing value() const { return {}; }
   };
 
-  // Reader, in the form of the forward's code, of `elems` elements of an own row, `words` words of an operand per lane.
+  // Reads `elems` elements of an owned row as `words` words of an operand per lane, in the form that the forward's code
+  // takes.
   template <int elems, int words>
   struct OwnRead : rdna::Config<kRowsSpec<spec.dtype, elems>, kRowsTile<tile>> {
     static constexpr int q_words = words;
@@ -138,7 +139,7 @@ struct OnWmma {
                                                                                  lane_col(opaque_thread_idx()));
   }
 
-  // A lane's own row, as the B operand of scores or of dP.
+  // The row that a lane owns, as the B operand of scores or of dP.
   template <int dim, bool keeps>
   struct Own {
     Array<HalfOperand<spec.dtype>, dim / kEdge> halves;

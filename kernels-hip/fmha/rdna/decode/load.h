@@ -6,7 +6,7 @@
 
 namespace fmha::rdna::decode {
 
-// Byte `at` of a word, by the instruction where the architecture has the type, else by its bits.
+// Converts byte `at` of a word to f32, by an instruction if the architecture supports the type, otherwise by its bits.
 template <DType dtype, int at>
 FMHA_DEVICE float widened(uint32_t word) {
 #if defined(__gfx1201__)

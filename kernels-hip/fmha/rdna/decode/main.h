@@ -4,8 +4,8 @@
 //
 //   step n    barrier    K(n), V(n) to LDS    barrier    entry(n + 1) of the table    tile_step    places of n + 1 to LDS
 //
-// Rows of more than 256 elements: O of 16 rows does not fit a wave's registers beside Q, so four waves have a quarter
-// of the columns each, and add their products through LDS (SharedColumns).
+// Rows of more than 256 elements: O of 16 rows does not fit a wave's registers beside Q, so each of four waves has a
+// quarter of the columns, and the products are added through LDS (SharedColumns).
 #pragma once
 #include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/pieces.h>
@@ -111,7 +111,7 @@ FMHA_DEVICE Wave<spec, tile> wave_of(const FwdParams& p, const Job& job) {
   const int32_t first = job.first_row + v_readfirstlane_b32(thread / kWaveSize) / C::column_waves * kEdge;
   const int32_t last = job.num_rows - 1;
   wave.queries = {min(first, last) / p.gqa_ratio, min(first + kEdge - 1, last) / p.gqa_ratio + 1};
-  // Lanes behind the last row compute it too, and store nothing.
+  // Lanes beyond the last row compute that row too, and store nothing.
   const int32_t row = min(first + lane_col(thread), last);
   wave.query = row / p.gqa_ratio;
   wave.i_head = job.i_head_kv * p.gqa_ratio + row % p.gqa_ratio;
@@ -128,20 +128,20 @@ FMHA_DEVICE bool is_a_row(const Job& job) {
   return job.first_row + i_rows * kEdge + lane_col(thread) < job.num_rows;
 }
 
-// Row of the workspace where the lane's row of the part lies.
+// Row of the workspace where the lane's row of this part of the keys lies.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE int64_t row_of_parts(const FwdParams& p, const Wave<spec, tile>& wave, const Job& job) {
   return cdna::decode::row_of_part(p, job.part, wave.i_head, wave.query);
 }
 
-// The lane's first column of block `d` of O: it has eight adjacent ones.
+// The lane's first column in block `d` of O; the lane has eight adjacent columns.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE int32_t first_column(int d) {
   using C = Config<spec, tile>;
   return column_wave<C>() * C::wave_dim_v + d * kEdge + lane_half(opaque_thread_idx()) * kAccElems;
 }
 
-// The part's O, divided by its own sum, and its statistics.
+// Stores a part's O, divided by its own sum, and its statistics.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
   using C = Config<spec, tile>;
@@ -153,7 +153,7 @@ FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
   float FMHA_GLOBAL* const to = (float FMHA_GLOBAL*)params.o + at * spec.head_dim_v;
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) {
-    // All lanes: half waves exchange rows.
+    // All lanes must call it, since the halves of a wave exchange rows.
     const Array<float, kAccElems> x = rows_in_order(wave.o[d] * normaliser);
     const int32_t first = first_column<spec, tile>(d);
     if (!is_there || first >= params.call.head_dim_v) continue;

@@ -9,18 +9,18 @@ use fmha_core::{
 use super::Draw;
 use crate::tensors::{Lengths, padded};
 
-/// One side's sequences, queries or keys.
+/// Sequences of one side of a problem: its queries or its keys.
 struct Side {
     /// Total rows of all sequences, if they are packed.
     total: Option<u32>,
-    /// Offsets where each sequence begins, and where the last ends; empty if they are not packed.
+    /// Offsets at which sequences begin, then the end of the last; empty if they are not packed.
     offsets: Vec<i32>,
-    /// Rows in use of each; empty where all are.
+    /// Rows in use of each sequence; empty if all rows are in use.
     used: Vec<i32>,
 }
 
 impl Draw {
-    /// A length of a sequence, at times 0 and at times the longest.
+    /// Draws a sequence's length, at times 0 and at times the longest.
     fn short(&mut self, most: u32) -> u32 {
         match self.below(6) {
             0 => 0,
@@ -73,7 +73,7 @@ impl Draw {
         }
     }
 
-    /// Queries of a call over a cache: at times packed, or used in part.
+    /// Draws the queries of a call over a cache: at times packed, or partly used.
     pub(super) fn queries_of_a_cache(&mut self, problem: &mut FwdProblem, lengths: &mut Lengths) {
         let packed = match self.below(6) {
             0..=3 => return,
@@ -87,14 +87,14 @@ impl Draw {
             (side.total, side.offsets, side.used);
     }
 
-    /// Strides of packed queries and of their O.
+    /// Draws the strides of packed queries and of their O.
     pub(super) fn rows_of_queries(&mut self, totals: Totals, problem: &mut FwdProblem) {
         let Extents { q, o, .. } = problem.extents(totals);
         (problem.strides.q, problem.strides.o) =
             (self.strides(q, problem.dims), self.strides(o, problem.dims));
     }
 
-    /// Strides with contiguous elements in a row, and no two elements at one address.
+    /// Draws strides with contiguous elements in a row, and no two elements at one address.
     fn strides(&mut self, shape: Shape, dims: Dims) -> Strides {
         // A packed tensor of one row does not determine the stride to a second row.
         let shape = Shape { seq: shape.seq.max(2), ..shape };
@@ -113,7 +113,7 @@ impl Draw {
         }
     }
 
-    /// Strides of an input, whose sequences or heads may share rows.
+    /// Draws strides of an input, whose sequences or heads may share rows.
     fn strides_of_input(&mut self, shape: Shape, dims: Dims) -> Strides {
         let strides = self.strides(shape, dims);
         match self.below(24) {
@@ -124,13 +124,13 @@ impl Draw {
         }
     }
 
-    /// Strides of Q, K, V and O: mostly of one kind, sometimes each of its own.
+    /// Draws strides of Q, K, V and O: mostly of one kind, sometimes each of its own.
     pub(super) fn layouts(&mut self, totals: Totals, problem: &mut FwdProblem) {
         let Extents { q, k, v, o, .. } = problem.extents(totals);
         let dims = problem.dims;
         let alike = self.one_in(2);
         if alike {
-            // All four tensors draw the same choices.
+            // The generator is copied, so that all four tensors make the same choices.
             let stream = self.word();
             let of = |shape| Draw(stream).strides(shape, dims);
             (problem.strides.q, problem.strides.k, problem.strides.v, problem.strides.o) =
@@ -150,7 +150,7 @@ impl Draw {
         }
     }
 
-    /// Strides of dO, which may be one row for all heads, and of dQ, dK and dV, which lie apart.
+    /// Draws strides of dO, which may be one row for all heads, and of dQ, dK and dV, whose rows are separate.
     pub(super) fn layouts_of_gradients(&mut self, totals: Totals, problem: &mut BwdProblem) {
         let Extents { q, k, v, o, .. } = problem.fwd.extents(totals);
         let dims = problem.fwd.dims;
@@ -159,7 +159,7 @@ impl Draw {
             (self.strides(q, dims), self.strides(k, dims), self.strides(v, dims));
     }
 
-    /// No bias, an elementwise one of either type and any broadcast, or ALiBi.
+    /// Draws no bias, an elementwise one of either type and any broadcast, or ALiBi.
     pub(super) fn bias(&mut self, problem: &mut FwdProblem) {
         let qk = problem.dtypes.qk;
         let sixteen_bit = match (qk.is_fp8(), problem.dtypes.v.is_fp8()) {

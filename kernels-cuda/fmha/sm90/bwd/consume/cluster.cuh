@@ -11,7 +11,7 @@
 
 namespace fmha::sm90::bwd {
 
-// Sends this CTA's dS of the current slot to the other CTA, by one thread.
+// Sends this CTA's dS of the current slot to the other CTA's shared memory. One thread calls it.
 template <class C>
 FMHA_DEVICE void send_ds(const C& c) {
   if (threadIdx.x == mma::kWarpgroup) {
@@ -24,12 +24,12 @@ FMHA_DEVICE void send_ds(const C& c) {
   }
   __syncwarp();
 }
-// Announces that the data which the other CTA has sent in a slot has been used.
+// Tells the other CTA that this CTA has read the data which it sent to a slot.
 template <class C>
 FMHA_DEVICE void release_other_ds(const C& c, Barrier& empty) {
   ptx::mbarrier_arrive_at_if(empty, cluster_rank<C::tile>() ^ 1, c.signals);
 }
-// Waits until the other CTA has received all dS of this one: dK and dV then overwrite its memory.
+// Waits until the other CTA has received all dS of this one, since dK and dV overwrite that memory next.
 template <class C>
 FMHA_DEVICE void wait_until_sent(const C& c) {
   auto slot = c.ds_slot;
@@ -75,7 +75,7 @@ struct InClusters {
   }
 
  private:
-  // Takes the block's S and dP from `s` and `dp`, and puts the next block's there.
+  // Computes a block's products from its S in `s` and its dP in `dp`, and leaves the next block's S and dP there.
   template <bool last, Edges edges>
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp, Kept& kept) {
     typename C::Slopes slopes;

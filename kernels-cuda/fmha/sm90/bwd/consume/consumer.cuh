@@ -15,7 +15,7 @@
 
 namespace fmha::sm90::bwd {
 
-// `Keys`: which keys queries see.
+// A consumer warpgroup's state. `Keys` says which keys queries see.
 template <BwdSpec bwd_spec, Sm90BwdTile bwd_tile, class Keys = EveryKey>
 struct Consumer {
   static constexpr BwdSpec spec = bwd_spec;
@@ -45,7 +45,7 @@ struct Consumer {
   mma::Accumulator<max(S::dv_columns, 8)> dv;  // of no columns zeros, which nothing is added to
 
   FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
-  // A block of Q or dO has been read: an arrival at each CTA that loads parts of it.
+  // Releases a slot of Q or dO after its last read: arrives at each CTA that loads a part of it.
   FMHA_DEVICE void release(Barrier& empty) const {
     if constexpr (in_clusters(tile)) {
       const uint32_t rank = threadIdx.x % 32;
@@ -56,7 +56,7 @@ struct Consumer {
   }
   FMHA_DEVICE void sync_consumers() const { ptx::bar_sync<num_consumer_threads(tile)>(kConsumersBarrier); }
 
-  // Zeros in the rows of a tile from `first` on, by all consumers.
+  // Writes zeros to a tile's rows from `first` on. All consumers share the work.
   template <class Tile>
   FMHA_DEVICE void zero_rows(const Tile& t, int32_t first) const {
     fmha::zero_rows(t, first, int32_t(threadIdx.x) - mma::kWarpgroup, num_consumer_threads(tile));
@@ -66,7 +66,8 @@ struct Consumer {
     sync_consumers();
   }
 
-  // Waits for Q of a query block, or for dO, and zeros the rows beyond the sequence. All consumers must call it.
+  // Waits until Q (or dO) of a query block has arrived, and writes zeros to rows beyond the sequence. All consumers
+  // must call it.
   FMHA_DEVICE void take_q(const Work& work, int32_t block, const Slot<tile.stages_q>& slot) const {
     ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
     zero_behind(work, block, smem.q[slot.index]);
@@ -84,7 +85,8 @@ struct Consumer {
     }
   }
 
-  // Starts S and dP of part `part` of the block's queries, if it has parts (half_blocks.cuh).
+  // Starts the products S and dP of a block's queries, or of part `part` of them in the loop of half blocks
+  // (half_blocks.cuh).
   FMHA_DEVICE void start_scores(Scores& s, int32_t slot, int part = 0) const {
     mma::start_product_abt<dtype, 1, S::dim_qk>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query(part));
   }
@@ -102,7 +104,7 @@ struct Consumer {
     return {blocks.i_head, blocks.current * tile.block_m + first_row, first_row};
   }
 
-  // P of the block whose product is S.
+  // Computes P of a block from its S.
   template <Edges edges>
   FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, const Biases& biases,
                            Slopes& slopes, const Shown& shown = {}) const {
@@ -122,7 +124,7 @@ struct Consumer {
     return probs;
   }
 
-  // The end of a block, with the products dQ and dK in flight, in that order.
+  // Ends the step of a block, while its products dQ and dK, issued in that order, are in flight.
   FMHA_DEVICE void finish_step(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
     ptx::wgmma_wait_group<1>();  // dQ
     dq_output.store(dq, work, blocks);

@@ -1,6 +1,6 @@
-// The loop of head dimensions to 128 with early scores: as in_order.cuh, with the next block's scores started behind
-// this block's dK, so that the tensor cores have work while dQ is stored and, with dP, while P is made. No product is
-// under way from one iteration to the next: ptxas would wait for each (C7514, C7515).
+// The loop of head dimensions up to 128 that starts scores early: the next block's S is started behind this block's dK,
+// so that the tensor cores have work while dQ is stored and while P is computed. Otherwise the loop is that of
+// in_order.cuh. No product is under way from one iteration to the next: ptxas would wait for each (C7514, C7515).
 //
 //   tensor cores    dP(i)  dV(i)              dQ(i)  dK(i)  S(i+1)
 //   this consumer   P(i)   dS(i)  share dS(i)        store dQ(i)
@@ -36,8 +36,8 @@ struct EarlyScores {
   }
 
  private:
-  // Scores from one iteration to the next. Modified scores stay as the product left them until dP is under way, so that
-  // their slopes need not be carried along.
+  // Scores that one iteration hands to the next. Modified scores stay as the product left them until dP is under way,
+  // so that their slopes take no registers between iterations.
   FMHA_DEVICE Scores carried(const Scores& s, const Work& work, const QueryBlocks& blocks) const {
     if constexpr (modifies) return s;
     typename C::Slopes none;

@@ -88,8 +88,8 @@ struct GradientEach {
     mma::start_product_atb<C::dtype>(c.dk, pairs, 0, rows, 0);
   }
 
-  // Stores P and dS of this consumer's queries to shared memory; all consumers may read them behind `sync_consumers`.
-  // S and dP are under way, with so many products behind them.
+  // Computes P and dS of this consumer's queries and stores them to shared memory; after `sync_consumers` all consumers
+  // may read them. S and dP are in flight at the call, with `behind` products behind them.
   template <int behind>
   FMHA_DEVICE void store_pairs(const Scores& s, Scores& dp, const Work& work, const QueryTile& at,
                                const typename C::Biases& biases, const Kept& kept) const {

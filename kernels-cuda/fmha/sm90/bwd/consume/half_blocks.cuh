@@ -1,6 +1,6 @@
-// The loop of head dimension 192 with a V of at most 128: dK and dV leave registers for the scores of
-// half of a block's queries at a time. The first half's dV is under way beside the second's P and dS; dK, of both,
-// beside dQ's way out.
+// The loop of head dimension 192 with a V of at most 128: beside dK and dV, registers have room for the scores of only
+// half of a block's queries at a time. The first half's dV is in flight while the second half's P and dS are computed;
+// dK, of both halves, while dQ is stored.
 //
 //   tensor cores    S(0)  dP(0)  S(1)         dV(0)  dP(1)               dV(1)  dQ    dK
 //   this consumer            P(0)       dS(0)              P(1)   dS(1)               store dQ
@@ -32,9 +32,9 @@ struct HalfBlocks {
     c.start_scores(s, c.q_slot.index, 0);
     QueryTile at = c.query_tile(blocks, 0);
     Kept kept;
-    // Dropout is decided before dP is started: the generator needs its registers. D 192 with V of 128 spilled and
-    // read 852 bytes in the other order, and 572 in this one; B2 H8 S4096 full 1438 us to 1198, causal 840 to 660 (an
-    // H100).
+    // Dropout is decided before dP is started: the generator needs the registers that dP takes. D 192 with V of 128
+    // spilled and read 852 bytes in the other order, and 572 in this one; B2 H8 S4096 full 1438 us to 1198, causal 840
+    // to 660 (an H100).
     c.pairs.decide(kept, work, at);
     c.take_v_and_start_dp(dp, work, blocks);
     typename C::Biases biases = c.pairs.biases(work, at);

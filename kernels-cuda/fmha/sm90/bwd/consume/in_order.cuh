@@ -14,8 +14,8 @@ struct InOrder {
   using C = Consumer<spec, tile, Keys>;
   using Scores = typename C::Scores;
   using Kept = typename C::Kept;
-  // Whether some of a warpgroup's blocks are hidden as a whole: a query block is shorter than a key block, or lists say
-  // so of each warpgroup's half of the keys.
+  // Whether a query block may be hidden as a whole from one warpgroup's keys: where a query block is shorter than a key
+  // block, or where lists name blocks for each warpgroup's half of the keys.
   static constexpr bool passes_hidden =
       Keys::has_tile_list || (spec.fwd.mask != MaskKind::Full && tile.block_m < tile.block_n);
   static_assert(!Keys::has_tile_list || (tile.block_n == 2 * mma::kRows && num_consumers(tile) == 2),
@@ -60,8 +60,8 @@ struct InOrder {
     c.finish_step(dq, work, blocks);
   }
 
-  // Passes a block whose queries see none of this warpgroup's keys: stores zeros of dS, and computes its share of the
-  // product dQ of the others' dS.
+  // Passes a block whose queries see none of this warpgroup's keys: stores zeros of dS, and computes its share of dQ
+  // from the other warpgroups' dS.
   FMHA_DEVICE void pass(const Work& work, const QueryBlocks& blocks) {
     c.take_q(work, blocks.current, c.q_slot);
     c.take_dout(work, blocks.current, c.dout_slot);
@@ -82,7 +82,7 @@ struct InOrder {
     return head_of_whole(c.p.fwd, work.span.i_batch, i_head);
   }
   FMHA_DEVICE auto& dropout_parts() const { return c.smem.dropout_parts[threadIdx.x / 32 - 4]; }
-  // The keys' part of the dropout generator's work is made once for all queries of a head.
+  // Computes the keys' part of the dropout generator's work once for all queries of a head.
   FMHA_DEVICE void begin_head(const Work& work, int32_t i_head) {
     if constexpr (keeps_dropout_parts<spec, tile>()) {
       if (i_head == dropout_head) return;

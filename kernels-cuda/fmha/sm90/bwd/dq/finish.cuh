@@ -1,6 +1,6 @@
-// dQ of a query block: the f32 sums of its key blocks, out of the order of the accumulators, scaled and rounded once.
-// By a launch after the main kernel, or in it, block by block, when all key blocks of a head have added theirs: the L2
-// has the sums of then, and no launch has to read them from memory.
+// Finishes dQ of a query block: brings the f32 sums of its key blocks from the accumulators' order to rows, scales them
+// and rounds them once. A launch after the main kernel does so, or warps of the main kernel, block by block, as soon as
+// all key blocks of a head have added their terms: the sums are then still in the L2.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/ptx/bulk.cuh>
@@ -40,7 +40,8 @@ struct Unit {
       dim = first_dim(share, group);
     }
   }
-  // Index of a unit among units whose numbers lie side by side: unit `pair` of the `nth` group of `stride` units.
+  // Index of a unit where units with consecutive numbers are stored together: unit `pair` of the `nth` group of
+  // `stride` units.
   FMHA_DEVICE static int32_t beside(int32_t nth, int32_t pair) {
     if constexpr (!S::transposes_dq) return nth;
     constexpr int row_blocks = S::dq_rows / 16;
@@ -56,7 +57,7 @@ struct Unit {
       return 8 * group + (S::dq_by_columns ? share * S::dq_columns : 0);
     }
   }
-  // Element `k` of piece `piece` of the query `q`, 0 or 1, of the sums that `load` has put in order.
+  // Element `k` of piece `piece` of query `q` (0 or 1), from the sums that `load` has put in order.
   FMHA_DEVICE static float elem(const float4 (&sums)[fours], int q, int piece, int k) {
     const float4& four = S::transposes_dq ? sums[k] : sums[k / 2];
     const int i = S::transposes_dq ? 2 * piece + q : 2 * q + k % 2;
@@ -65,8 +66,8 @@ struct Unit {
   static constexpr int kSumRows = mma::kRows / 2;  // rows eight apart are one thread's
 };
 
-// Whether key blocks have left sums of a query block. Of one behind its sequence there are none, and one that no key
-// block has seen was never written.
+// Whether any key block has added to a query block. A block beyond its sequence has no sums, and the sums of a block
+// that no key block sees were never written.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool has_sums(const BwdParams& p, const QueryBlock& block) {
   if (block.first >= block.span.seqlen_q) return false;
@@ -77,9 +78,9 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE const float* sums_of_block(const BwdParams& p, const QueryBlock& block) {
   return p.dq_sums + stats_offset(p, block.span, block.i_head, block.first) * Shape<spec, tile>::dq_dim;
 }
-// A sum of dQ as it is finished. Additions of zeros by key blocks that a query does not see, which follow from its
-// block's other queries, leave a sum as it is but for the sign of a zero and a subnormal that is stored, not added: an
-// ordered sum has neither.
+// Corrects a sum of dQ before it is rounded. Additions of zeros by key blocks that a query does not see, which follow
+// from its block's other queries, leave a sum as it is but for the sign of a zero and a subnormal that is stored, not
+// added: ordered sums are rid of both, so that they have the same bits in every run.
 template <BwdSpec spec>
 FMHA_DEVICE float finished_sum(float sum) {
   return is_ordered<spec>() ? ptx::add_rn_ftz(sum, 0.f) : sum;
@@ -89,7 +90,8 @@ FMHA_DEVICE float dq_factor(const BwdParams& p) {
   return p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
 }
 
-// Writes a unit's sums to dQ; returns whether some value of this thread is not finite, where that matters.
+// Writes a unit's sums to dQ. Returns whether a value of this thread is NaN or infinite, where such values must be
+// recomputed.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool store_unit(const BwdParams& p, const QueryBlock& block, const Unit<spec, tile>& unit,
                             const float4 (&sums)[Unit<spec, tile>::fours]) {
@@ -141,10 +143,10 @@ FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const Sm90BwdSchedule& s
   return non_finite;
 }
 
-// Finishes dQ from sums that each key block has stored apart. They are added in their order, as the additions that
-// they stand for (`red.add.f32`) round and flush. CTA `i_cta` of a query block's has so many of its units. A thread
-// adds up few numbers, of many parts at a time, or too few loads would be under way: with whole units to a thread an
-// H200 took 3.1 us a part.
+// Finishes dQ where each key block has stored sums of its own. They are added in the key blocks' order, with the
+// rounding and the flush of subnormals of `red.add.f32`, which other calls use. CTA `i_cta` of a query block's has so
+// many of its units. A thread adds up few numbers, of many parts at a time, or too few loads would be under way: with
+// whole units to a thread an H200 took 3.1 us a part.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool finish_parts(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
                               int32_t i_cta) {
@@ -160,7 +162,7 @@ FMHA_DEVICE bool finish_parts(const BwdParams& p, const Sm90BwdSchedule& schedul
   bool there[kPartFours];
 #pragma unroll
   for (int n = 0; n < kPartFours; ++n) {
-    // Neighbouring threads have neighbouring numbers.
+    // Neighbouring threads process neighbouring sums.
     const int32_t i = threadIdx.x + n * kRowThreads, within = i % (U::fours * U::stride);
     const int32_t i_unit = U::beside(i / (U::fours * U::stride), within % U::stride), f = within / U::stride;
     there[n] = first_unit + i_unit < U::count;
@@ -215,9 +217,9 @@ struct Finisher {
   Smem<spec, tile>& smem;
   const bool first_lane = threadIdx.x % 32 == 0;
 
-  // Calls `finish` with block after block when all key blocks of its head are done; it says whether this lane has
-  // written something that is not finite. While they are not, `busy` is called, until it says that there is nothing
-  // else to do.
+  // Calls `finish` with one query block after another, each when all key blocks of its head are done. `finish` returns
+  // whether this lane has written a NaN or an infinity. While key blocks are not done, `busy` is called, until it
+  // returns that no other work is left.
   template <class Finish, class Busy>
   FMHA_DEVICE void for_each_block(Finish finish, Busy busy) const {
     const int32_t num_blocks = num_q_blocks_of_all(p, schedule);
@@ -225,7 +227,8 @@ struct Finisher {
     while (true) {
       const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.schedulers + kNextDqBlock, 1) : 0);
       if (index >= num_blocks) {
-        // Other warps have all remaining blocks, and may wait for the work of `busy` in this warp.
+        // The counter has given out all blocks. Other warps may wait for what `busy` computes in this warp, so it runs
+        // to its end.
         while (is_busy) is_busy = busy();
         return;
       }
@@ -244,8 +247,8 @@ struct Finisher {
     }
   }
 
-  // Runs the role beside the consumers. It has few registers: sums pass through shared memory, and a lane works at
-  // eight dims of two queries at a time.
+  // Runs this role beside the consumers. The warp has few registers, so sums pass through shared memory, and a lane
+  // processes eight dims of two queries at a time.
   FMHA_DEVICE void run() const {
     uint32_t phase = 0;
     for_each_block([&](const QueryBlock& block) {
@@ -268,8 +271,8 @@ struct Finisher {
       return false;
     });
   }
-  // Finishes what is left when no key block is left, by a warp of consumers: the launch would otherwise end with one
-  // active warp per multiprocessor.
+  // Finishes the remaining query blocks when no key block is left. A warp of consumers does so too, so that the launch
+  // does not end with one active warp per multiprocessor.
   FMHA_DEVICE void run_from_memory() const {
     for_each_block(
         [&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, schedule, block, threadIdx.x % 32, 32); },
@@ -312,7 +315,7 @@ struct Finisher {
     } else {
 #pragma unroll 1
       for (int half = 0; half < 2 * S::consumers; ++half, query += 32, at += 32 * p.dq.row) {
-        // The second half of a share's rows, then the next share.
+        // Goes on to the second half of a share's rows, then to the next share.
         const uint32_t rows = from + half / 2 * S::dq_share * 4 + half % 2 * 16 * 4 * 16;
 #pragma unroll
         for (int step = 0; step < steps; ++step)
@@ -360,7 +363,7 @@ struct Finisher {
       }
     }
   }
-  // Dims 2 w and 2 w + 1 of either query.
+  // Loads dims 2 w and 2 w + 1 of each of the two queries.
   FMHA_DEVICE static void load(float (&values)[2][2], uint32_t from, int w) {
     if constexpr (S::transposes_dq) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// A consumer's share of a query block's dQ on its way from registers to the sums in memory: through shared memory to
-// the store warp (store.cuh), or of DqPath::Registers by the consumer's own additions.
+// A consumer's share of a query block's dQ from registers to the sums in global memory: the consumer passes it to the
+// store warp through shared memory (store.cuh), or with DqPath::Registers adds it itself.
 #pragma once
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -26,7 +26,7 @@ struct DqOutput {
     }
   }
 
-  // Passes accumulators to the store warp through shared memory, one behind the other.
+  // Passes accumulators to the store warp through shared memory, one after the other.
   template <class... Accumulators>
   FMHA_DEVICE void hand_over(const Accumulators&... dq) {
     ptx::mbarrier_wait_parity(smem.dq_empty[index], phase ^ 1);
@@ -46,7 +46,8 @@ struct DqOutput {
     phase ^= 1;
   }
 
-  // Adds to memory: a whole share; or, between `acquire` and `release`, elements `first` to `last` of it.
+  // Adds accumulators to the sums in memory: a whole share or, between `acquire` and `release`, elements `first` to
+  // `last` of it.
   FMHA_DEVICE void add(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
     float* sums = share_of(work, blocks);
     add_elems<0, S::dq_columns / 2>(sums, dq, acquire());
@@ -66,8 +67,8 @@ struct DqOutput {
       }
     }
   }
-  // Whether the warp's elements `e` to `e + 3` are of dims that the head has: what only its padding has is neither
-  // added nor read, and L2's additions bound these loops.
+  // Whether the warp's elements `e` to `e + 3` belong to dims that the head has. Padding is neither added nor read,
+  // since the rate of additions in the L2 bounds these loops.
   FMHA_DEVICE bool is_of_head(int e) const {
     if constexpr (spec.fwd.head_dim_qk == S::dim && !S::gradient_each) return true;
     if (is_of_others(e)) return false;

@@ -1,5 +1,5 @@
 // Warps that poll dQ's semaphores in global memory on behalf of the store warp or of the consumers, which then wait on
-// an mbarrier alone: a poll's answer and a release's fence take some 700 clocks each. Of each warp one thread works.
+// an mbarrier alone: a poll and a release's fence take some 700 clocks each. One thread of each warp does the work.
 #pragma once
 #include <fmha/ptx/flag.cuh>
 #include <fmha/ptx/mbarrier.cuh>
@@ -7,7 +7,8 @@
 
 namespace fmha::sm90::bwd {
 
-// Calls `visit` for each query block that this CTA adds to: its semaphore, and how many CTAs' key blocks add before.
+// Calls `visit` for each query block that this CTA adds to, with the block's semaphore and the number of CTAs that must
+// add before.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys, class Visit>
 FMHA_DEVICE void for_each_addition(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
                                    const Keys& keys, Visit visit) {
@@ -22,16 +23,16 @@ FMHA_DEVICE void for_each_addition(const BwdParams& p, const Sm90BwdSchedule& sc
   });
 }
 
-// Waits until `position` key blocks have added.
+// Waits until `position` key blocks have added to a query block.
 template <Sm90BwdTile tile>
 FMHA_DEVICE void wait_for_position(const int32_t* semaphore, int32_t position) {
-  // Each CTA of a cluster has a count of its own.
+  // Each CTA of a cluster counts by itself, so the semaphore counts CTAs.
   while (ptx::ld_acquire_gpu(semaphore) < cluster_size(tile) * position) {
   }
 }
 
-// DqStart::FirstStores: whether this CTA is the first at a block. If not, waits until the first one's store is
-// complete.
+// For DqStart::FirstStores: returns whether this CTA is the first at a block. If not, it waits until the first CTA's
+// store is complete.
 FMHA_DEVICE bool comes_first(int32_t* semaphore) {
   if (ptx::ld_acquire_gpu(semaphore) == kStored) return false;
   if (atomicCAS(semaphore, kUntouched, kStoring) == kUntouched) return true;
@@ -40,7 +41,8 @@ FMHA_DEVICE bool comes_first(int32_t* semaphore) {
   return false;
 }
 
-// DqStart::FirstStores, for the store warp: polls the next block's semaphore while the store warp has this one.
+// For DqStart::FirstStores: polls the semaphore of the store warp's next block while the store warp processes the
+// current one.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
 FMHA_DEVICE void poll_first_stores(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
                                    const Keys& keys) {
@@ -58,8 +60,8 @@ FMHA_DEVICE void poll_first_stores(const BwdParams& p, const Sm90BwdSchedule& sc
   });
 }
 
-// DqStart::Ordered, for consumers that add from their registers: waits for a block's position, admits the consumers,
-// and releases the semaphore when all of them have added.
+// For DqStart::Ordered with consumers that add from their registers: waits for a block's position, lets the consumers
+// add, and releases the semaphore when all of them have added.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
 FMHA_DEVICE void poll_order_for_consumers(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
                                           const Keys& keys) {
@@ -75,8 +77,8 @@ FMHA_DEVICE void poll_order_for_consumers(const BwdParams& p, const Sm90BwdSched
   });
 }
 
-// DqStart::Ordered, for the store warp: one thread polls the next block's semaphore while the store warp has this one,
-// and another releases the semaphores of blocks whose copies are complete.
+// For DqStart::Ordered: one thread polls the semaphore of the store warp's next block while the store warp processes
+// the current one, and another thread releases the semaphores of blocks whose copies are complete.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
 FMHA_DEVICE void poll_order(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
                             const Keys& keys) {

@@ -6,16 +6,16 @@
 
 namespace fmha::sm90::bwd {
 
-// DqStart::Ordered: the store thread's place in the order, which others poll and release (semaphore.cuh). An addition
-// is announced as complete when the next block's dQ has come: until then the thread hands shared memory back instead of
-// waiting.
+// For DqStart::Ordered: the store thread's part in the order of additions, whose semaphores other threads poll and
+// release (semaphore.cuh). A block's addition is announced as complete only when the next block's dQ has arrived: until
+// then the thread hands shared memory back instead of waiting.
 template <BwdSpec spec, Sm90BwdTile tile>
 struct OrderedStore {
   Smem<spec, tile>& smem;
   bool is_open = false;
   uint32_t phase = 0;
 
-  // Waits until this CTA may add to the block of dQ. True: no CTA has added before, so this one stores.
+  // Waits until this CTA may add to the block of dQ. Returns true if no CTA has added before, so that this one stores.
   FMHA_DEVICE bool begin() {
     ptx::mbarrier_wait_parity(smem.dq_admitted, phase);
     is_open = true;
@@ -44,7 +44,8 @@ struct FirstStore {
   uint32_t phase = 0;
 
   FMHA_DEVICE bool begin() {
-    // The CTA whose store the polling thread waits for may wait for this CTA's.
+    // The CTA whose store the polling thread waits for may itself wait for this CTA's store, so a late release must not
+    // wait any longer.
     if (stored && !(releases_late && ptx::mbarrier_test_parity(smem.dq_admitted, phase))) end<0>();
     ptx::mbarrier_wait_parity(smem.dq_admitted, phase);
     phase ^= 1;
@@ -62,8 +63,8 @@ struct FirstStore {
   }
 };
 
-// Returns to consumers `c` and the next ones their shared memory, each as soon as its copy has read it; the last
-// copies are theirs, in order.
+// Hands shared memory back to consumer `c` and those after it, each as soon as its copy has been read. The last copies
+// issued are theirs, in order.
 template <int c, int consumers, class Shared>
 FMHA_DEVICE void hand_back(Shared& smem) {
   ptx::cp_async_bulk_wait_group_read<consumers - 1 - c>();
@@ -87,8 +88,8 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
       bool is_first = start == DqStart::Apart;  // stores, so that preprocess need not write zeros
       if constexpr (start == DqStart::Ordered) {
         ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);
-        // Ends the last store before the wait for this block's position: the CTA that has it may wait for the block
-        // before.
+        // Ends the last store before it waits for this block's position: the CTA that holds the position may itself
+        // wait for the block before.
         ordered.end();
         is_first = ordered.begin();
       } else if constexpr (start == DqStart::FirstStores) {

@@ -1,7 +1,7 @@
-// dQ's sums: f32 numbers of each query block in global memory, to which every key block that sees it adds. Here are
-// the counters by which CTAs tell each other how far that is, and the order of additions where they have one;
-// docs/kernels/sm90-bwd-dq.md has the protocol: which warp writes, which waits, in which memory order, and why no
-// CTAs wait in a circle.
+// dQ's sums: f32 numbers of each query block in global memory, to which every key block that sees it adds. This header
+// has the counters by which CTAs announce how many have added, and the order of additions where they have one;
+// docs/kernels/sm90-bwd-dq.md has the protocol: which warp writes, which waits, in which memory order, and why no CTAs
+// wait in a circle.
 //
 //   output.cuh      a consumer's share, from registers to shared memory or by its own additions
 //   store.cuh       the store warp: bulk copies from shared memory to the sums
@@ -13,7 +13,7 @@
 
 namespace fmha::sm90::bwd {
 
-// Way in which the first addition to a query block finds its sums.
+// How the first CTA that adds to a query block starts its sums.
 enum class DqStart {
   Zeros,       // preprocess has written zeros; all add, in any order
   FirstStores, // the CTA that comes first stores, the others add behind it in any order
@@ -25,8 +25,8 @@ constexpr DqStart kDqStart = keeps_dq_apart(tile) ? DqStart::Apart
                              : spec.deterministic ? DqStart::Ordered
                              : tile.dq_path == DqPath::FirstStores ? DqStart::FirstStores
                                                                    : DqStart::Zeros;
-// Whether a query block's additions have an order, by CTAs that wait for each other or at the end. Key blocks then
-// walk their queries in one fixed order too, so that dK and dV have the same bits.
+// Whether additions to a query block have a fixed order: CTAs wait for each other, or a later launch adds. Key blocks
+// then also walk their queries in one fixed order, so that dK and dV have the same bits in every run.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered() {
   return spec.deterministic;
@@ -35,7 +35,7 @@ template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered_behind_mask() {
   return is_ordered<spec>() && spec.fwd.mask != MaskKind::Full;
 }
-// Whether CTAs wait for each other, and so are launched in the order of their additions.
+// Whether CTAs wait for each other's additions. They are then launched in the order of the additions.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool launches_in_order() {
   return is_ordered_behind_mask<spec>() && kDqStart<spec, tile> == DqStart::Ordered;
@@ -46,7 +46,8 @@ FMHA_DEVICE constexpr bool has_semaphores() {
   return kDqStart<spec, tile> == DqStart::FirstStores || kDqStart<spec, tile> == DqStart::Ordered;
 }
 
-// Offset of a key block's sums of dQ from those of the first one: with DqStart::Apart each has its own.
+// Offset of a key block's sums of dQ from those of the first key block. Only with DqStart::Apart does each key block
+// have sums of its own.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int64_t part_of_sums(const BwdParams& p, int32_t key_block) {
   if constexpr (!keeps_dq_apart(tile)) return 0;
@@ -67,7 +68,7 @@ constexpr int32_t kUntouched = 0, kStoring = 1, kStored = 2;
 // delta is to be made.
 constexpr int32_t kNextTile = 0, kNextDqBlock = 1, kNextDeltaBlock = 2, kNumSchedulers = 3;
 
-// CTAs of the launch that finishes dQ to a query block.
+// Number of CTAs for each query block in the launch that finishes dQ.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr int finish_ctas() {
   using S = Shape<spec, tile>;
@@ -83,8 +84,8 @@ FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedul
   return p.non_finite + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
 }
 
-// Counter of key blocks that have added all their sums of a tile's query heads, for one of those heads and over all
-// sequences; for a main kernel that finishes dQ.
+// Counter of the key blocks that have added all their terms to a tile's query heads, for one of these heads and over
+// all sequences. A main kernel that finishes dQ uses it.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   int32_t* first = p.non_finite;
@@ -93,15 +94,15 @@ FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return first + head / (tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio);
 }
 
-// Counter of a query head's blocks whose LSE and delta are made, for a main kernel that makes delta. Preprocess makes
-// those of the first heads, uncounted.
+// Counter of a query head's blocks whose LSE and delta are computed, for a main kernel that computes delta. Preprocess
+// computes those of the first heads, which are not counted.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   return done_key_blocks<spec, tile>(p, schedule, 0) + schedule.num_heads + head;
 }
 
-// Flag of a query block that has far queries, where these are left to the launch behind. Preprocess writes it; where
-// the main kernel makes delta, the main kernel sets it. Blocks behind their sequence have no flag written.
+// Flag of a query block that has far queries (large LSE), where a later launch computes them. Preprocess writes the
+// flag, or the main kernel if it computes delta. Blocks beyond their sequence have no valid flag.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* far_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t q_block) {
   int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
@@ -112,7 +113,8 @@ FMHA_DEVICE int32_t* far_queries(const BwdParams& p, const Sm90BwdSchedule& sche
 
 // ---- The order of additions.
 
-// A key block of a kv head, the heads of all sequences counted: from the first one on, or else from the last one down.
+// A key block of a kv head, where heads of all sequences are numbered together. Key blocks are counted upward from the
+// first one, or downward from the last one.
 struct Place {
   int32_t head, nth_block;
   bool is_upward;
@@ -138,7 +140,7 @@ FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, const Work& work) 
   if constexpr (tile.head_parts) head = (head * num_parts<tile>(schedule) + work.i_part) / schedule.parts_together;
   return head % period == period - 1;
 }
-// Tile `index`; each of a sequence's `num_heads` has `parts`.
+// Place of tile `index` in the launch order. Each of a sequence's `num_heads` heads has `parts` parts.
 FMHA_DEVICE Place place_in_order(const Sm90BwdSchedule& schedule, int32_t index, int32_t num_key_blocks, int32_t batch,
                                  int32_t num_heads, int32_t parts) {
   const int32_t period = schedule.side_by_side_period, tiles = parts * num_key_blocks;  // of a head
@@ -185,19 +187,20 @@ struct Stagger {
 };
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work) {
-  // Number from the sequence's own length, so that its bits do not depend on the batch.
+  // The stagger follows from the sequence's own length, so that its bits do not depend on the batch.
   const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
   int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
   if constexpr (is_ordered<spec>()) {
     if (schedule.key_blocks_in_group > 0) group = schedule.key_blocks_in_group;
   }
   const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
-  // Members of a group do not run at a time where heads are launched side by side.
+  // Where heads are launched side by side, the CTAs of a group do not run at the same time, so their walks are not
+  // staggered.
   const int32_t stride = schedule.side_by_side_period == 1 ? 0 : (work.q_blocks.end - work.q_blocks.begin) / size;
   return {first, size, stride};
 }
 
-// Key blocks that add to a query block behind a mask: those of sink columns before the band, and those of the band.
+// The key blocks that add to a query block under a mask: those of sink columns before the band, and those of the band.
 struct AddingBlocks {
   int32_t sinks;  // [0, sinks)
   Range band;
@@ -206,7 +209,8 @@ template <Sm90BwdTile tile>
 FMHA_DEVICE AddingBlocks adding_blocks(const Work& work, int32_t block) {
   const int32_t first_query = block * tile.block_m;
   const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
-  // Range as in `query_range`, seen from the queries: a key block that adds nothing has no position.
+  // The range that `query_range` computes, seen from the queries. A key block that adds nothing has no position in the
+  // order.
   const bool has_width = work.band.lo <= work.band.hi;
   const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
   const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, cluster_keys(tile));
@@ -218,12 +222,12 @@ FMHA_DEVICE AddingBlocks adding_blocks(const Work& work, int32_t block) {
   return {sinks, {band_begin, band_end}};
 }
 
-// Ordered: how many key blocks add to query block `block` before this tile's does.
+// With ordered additions: the number of key blocks that add to query block `block` before this tile's.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
   if constexpr (is_ordered_behind_mask<spec>()) {
     const AddingBlocks adding = adding_blocks<tile>(work, block);
-    // Position among the key blocks that add, counted from the first one.
+    // Position of this key block among those that add, counted from the first one.
     const bool in_band = !adding.band.empty() && work.key_block >= adding.band.begin;
     const int32_t nth = in_band ? adding.sinks + work.key_block - adding.band.begin : work.key_block;
     const int32_t count = adding.sinks + adding.band.end - adding.band.begin;
@@ -232,7 +236,7 @@ FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& sched
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
     if (stagger.stride == 0) return work.key_block;
-    // Last member that has passed this block while the others have yet to wrap round.
+    // Last key block of the group that has passed this query block while the others have not wrapped round yet.
     const int32_t begun = min((block - work.q_blocks.begin) / stagger.stride, stagger.size - 1);
     return stagger.first + (member <= begun ? begun - member : begun + stagger.size - member);
   }
