@@ -86,7 +86,8 @@ impl Case {
             let number = |at| if absent(at) { f32::NAN } else { random.number() };
             (0..count).flat_map(number_of(dtype, number)).collect()
         };
-        let first_of = |at: usize| problem.seqlen_k > 1 && at / dim % problem.seqlen_k as usize == 0;
+        let first_of =
+            |at: usize| problem.seqlen_k > 1 && (at / dim).is_multiple_of(problem.seqlen_k as usize);
         let q = elems(problem.dtype_q, rows * heads * dim, &|_| false);
         let k = elems(problem.dtype_k, keys * dim, &first_of);
         let weights = (0..rows * heads).map(|_| random.number() / 4.0).collect();
@@ -156,7 +157,7 @@ impl Case {
                 let d_score = f64::from(d_scores[at]) * factor;
                 // q - p is at most q + p, which bounds what it loses where both are nearly equal.
                 let share = if weight == 0.0 { 0.0 } else { f64::from(self.target[at]) / weight };
-                let at_most = (d_scores[at].abs() as f64 + 2.0 * share) * factor.abs();
+                let at_most = (f64::from(d_scores[at].abs()) + 2.0 * share) * factor.abs();
                 for h in 0..heads {
                     let product = call.product(row, h, j);
                     dweights[row * heads + h].add(d_score, product.max(0.0), at_most);

@@ -154,13 +154,13 @@ abi_struct! {
 
 impl ScaledDecodeParams {
     /// Arguments with the scales of the call's rows; `None` where rows have none.
-    pub(crate) fn of(problem: &FwdProblem, args: &FwdArgs<'_>, decode: CdnaDecodeParams) -> Option<Self> {
+    pub(crate) fn of(problem: &FwdProblem, args: &FwdArgs<'_>, decode: &CdnaDecodeParams) -> Option<Self> {
         let scales = problem.cache.scales?;
         let packed = problem.layout.kv == KvLayout::Packed;
         let [k_scale, v_scale] =
             args.scale_slices().map(|slice| slice.map_or(0, |slice| slice.as_ptr() as u64));
         Some(Self {
-            decode,
+            decode: *decode,
             k_scale: View::new(k_scale, scales.k, packed),
             v_scale: View::new(v_scale, scales.v, packed),
             scale_block: scales.block.cast_signed(),

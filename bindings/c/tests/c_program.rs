@@ -106,15 +106,16 @@ fn tables() -> String {
     const OWN: [&str; 5] = ["FmhaLists", "FmhaMasks", "FmhaBlockScales", "FmhaCaptured", "FmhaCapturedArgs"];
     let kind = |of: &str, kind: &str, field: &str| match (of, field) {
         (_, "struct_bytes") => "BYTES",
-        ("FmhaIndexLoss", "workspace" | "workspace_bytes") => "FREE",
-        (_, "workspace_bytes") => "MORE",
         (_, "softmax_scale" | "softcap") => "NUMBER",
         (_, "captured" | "parts") | ("FmhaArgs", "second") => "POINTER",
         // A mask object that is none is not to be told from one: `built_masks` tries it. Scales of a cache are not
         // read where scale_block is 0: the library's own tests make them wrong.
         (_, "stream" | "built" | "dropout_seed" | "dropout_offset")
         | ("FmhaCache", "k_scale" | "v_scale")
-        | ("FmhaIndexLoss", "dloss" | "loss" | "dq" | "dk" | "dweights") => "FREE",
+        | ("FmhaIndexLoss", "dloss" | "loss" | "dq" | "dk" | "dweights" | "workspace" | "workspace_bytes") => {
+            "FREE"
+        }
+        (_, "workspace_bytes") => "MORE",
         _ => match kind {
             "int32_t" => "CODE",
             "float" => "PROBABILITY",

@@ -189,7 +189,7 @@ def masks_that_ranks_cut(size):
                 found = ranks.flex_attention(*own, block_mask=one, enable_gqa=True, scheme=scheme)
                 wanted = flex.flex_attention(q, k, v, block_mask=one, enable_gqa=True)
                 close(found, ranks.shard(wanted, 2), f"blocks of {block}")
-    # What torch's function makes where there is no mask.
+    # The result of torch's function where there is no mask.
     none = torchs._create_empty_block_mask(q, k)
     found = ranks.flex_attention(*own, block_mask=none, enable_gqa=True)
     close(found, ranks.shard(flex.flex_attention(q, k, v, block_mask=none, enable_gqa=True), 2), "no mask")

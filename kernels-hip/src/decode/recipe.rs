@@ -181,7 +181,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         let decode = self.0.params(call.problem, call.args, &fwd);
         let mut two =
             two_caches_params(call.problem, call.args).map(|caches| TwoDecodeParams { decode, caches });
-        let mut scaled = ScaledDecodeParams::of(call.problem, call.args, decode);
+        let mut scaled = ScaledDecodeParams::of(call.problem, call.args, &decode);
         let mut params = ListDecodeParams { decode, lists: list_params(call.problem, &call.args.seq) };
         let argument = match (two.as_mut(), scaled.as_mut()) {
             (Some(two), _) => (&raw mut *two).cast(),
