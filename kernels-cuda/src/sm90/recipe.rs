@@ -69,7 +69,7 @@ impl ValuesPlan {
 }
 
 /// The reason why a problem of few queries is left to `sm80`: the [price](split::price) of `sm80` is lower, or higher
-/// by at most the factor [`NEARLY`]. `sm80` reads an FP8 cache in place, which for this kernel a launch must convert
+/// by at most the factor `NEARLY`. `sm80` reads an FP8 cache in place, which for this kernel a launch must convert
 /// first; and one kernel must serve both types of a cache, so that their bits are equal (CONTRACT.md).
 #[must_use]
 pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {

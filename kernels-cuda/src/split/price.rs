@@ -4,8 +4,8 @@
 //! or that in which memory delivers all keys, whichever is longer; and the merge of parts. `rates.tsv` has the
 //! constants, which `cargo run --release -p fmha-kernels-cuda --example rates` fits to `measured.tsv`.
 //!
-//! Latent attention, whose CTAs have a multiprocessor each, is priced in units of a block of keys ([`in_waves`],
-//! [`PriceOfUnlike`]).
+//! Latent attention, whose CTAs have a multiprocessor each, is priced in units of a block of keys (`in_waves`,
+//! `PriceOfUnlike`).
 
 use std::sync::LazyLock;
 
