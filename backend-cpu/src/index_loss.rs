@@ -63,7 +63,12 @@ impl Loss<'_> {
         if let Some(dloss) = &args.dloss {
             let factors: &[f32] = numbers(dloss, rows);
             for (row, factor) in factors.iter().enumerate() {
-                gradients[row * topk..(row + 1) * topk].iter_mut().for_each(|gradient| *gradient *= factor);
+                let of_row = &mut gradients[row * topk..(row + 1) * topk];
+                // A gradient of 0 times an infinite factor is 0, as of an entry that is absent.
+                of_row
+                    .iter_mut()
+                    .filter(|gradient| **gradient != 0.0)
+                    .for_each(|gradient| *gradient *= factor);
             }
         }
         let made = index_gradients(&call, (indices, topk), &gradients)?;

@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 
 use fmha_core::cache::forward_table;
 use fmha_core::{
-    AnyProblem, Append, BwdProblem, CombineProblem, DType, Device, Dims, FwdProblem, KvLayout, MaskSpec,
-    PlanOptions, Shape, ValidFwd,
+    AnyProblem, Append, BwdProblem, CombineProblem, DType, Device, Dims, FwdProblem, KeyLists, KvLayout,
+    ListEntries, MaskSpec, PlanOptions, Shape, ValidFwd,
 };
 
 const DIMS: Dims = Dims::batch(1).seqlens(512, 512).heads(4, 4).head_dim(128);
@@ -76,6 +76,30 @@ fn a_fallback_that_refuses_what_the_kernel_takes_refuses_no_plan() {
     assert_eq!(plan.kernel(), "sm80");
     let words = plan.details().iter().find(|(name, _)| *name == "unaligned operands").unwrap();
     assert!(words.1.contains("simt: tree_mask of 512 queries is not taken"), "{plan}");
+}
+
+/// A warp that had more rows than lanes would mask rows by other rows' lists.
+#[test]
+fn a_union_of_lists_has_a_lane_for_each_row_of_a_warp() {
+    let dims = Dims::batch(1).seqlens(64, 512).heads(8, 2).head_dim(64);
+    let problem = FwdProblem::batch(DType::Bf16, dims);
+    let lists = KeyLists::new(&problem, 4).entries(ListEntries::Blocks { size: 64 });
+    let problem = problem.lists(lists).validate().unwrap();
+    let of = |tile: &[(&str, &str)]| {
+        let options = PlanOptions::default().kernel("sm80").tile(tile.iter().copied());
+        pretend("sm_90a").plan_fwd(&problem, &options)
+    };
+    for (fields, rows) in
+        [(&[("unites", "1"), ("warps", "1")][..], 64), (&[("unites", "1"), ("warps", "2")], 32)]
+    {
+        match of(fields) {
+            Ok(_) => assert_eq!(rows, 32, "{fields:?}"),
+            Err(error) => {
+                let text = error.to_string();
+                assert!(rows == 64 && text.contains("warps=1: 64 rows a warp"), "{fields:?}: {text}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -151,7 +151,9 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
     let cache_bytes = cache_bytes.cast_signed();
     let whole = |strides: Strides, shape: Shape, bytes: i64| {
         let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
-        [live(shape.batch, strides.batch), strides.seq, live(shape.head, strides.head)]
+        // Rows of bytes lie side by side, whatever their strides in elements are.
+        let seq = if bytes == 1 && problem.cache.rows.is_some() { 0 } else { strides.seq };
+        [live(shape.batch, strides.batch), seq, live(shape.head, strides.head)]
             .iter()
             .all(|stride| stride.wrapping_mul(bytes) % DWORD == 0)
     };
@@ -171,10 +173,11 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
 pub(crate) fn refuse_rows_of_bytes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Refusal> {
     let Some(bytes) = problem.cache.rows.map(CacheRows::row_bytes) else { return Ok(()) };
     let (q, k, v) = (problem.strides.q, problem.strides.k.batch, problem.strides.v.batch);
+    let second = problem.second.map_or(0, |second| second.k.batch);
     refuse!(
         kernel,
-        "cache_rows of {bytes} bytes beside strides q.batch {}, q.seq {} and q.head {} of two bytes, k.batch {k} and \
-         v.batch {v} of one: rows begin on no dwords",
+        "cache_rows of {bytes} bytes beside strides q.batch {}, q.seq {} and q.head {} of two bytes, k.batch {k}, \
+         v.batch {v} and the second cache's k.batch {second} of one: rows begin on no dwords",
         q.batch,
         q.seq,
         q.head

@@ -75,6 +75,15 @@ pub const DECLARED: &[Declared] = &[
         ..ON_GPUS
     },
     Declared {
+        what: "gradients under masks as data and functions beside scales by blocks are Blackwell's and the CPU's",
+        applies: |case, problem| {
+            matches!(case.body, Body::Backward(_))
+                && problem
+                    .is_some_and(|p| p.block_scales.is_some() && !p.masks.is_empty() && !p.code.is_empty())
+        },
+        ..ON_GPUS
+    },
+    Declared {
         what: "gradients of packed queries beside scales by blocks are the CPU's",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_))

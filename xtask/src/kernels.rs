@@ -92,7 +92,7 @@ fn parsed(text: &'static str) -> Result<Vec<Row>, String> {
             [which, share, filter] => (which, share.strip_prefix("1/").and_then(|n| n.parse().ok()), filter),
             _ => return Err(wrong("cases are neither two words nor three")),
         };
-        let deal = deal.ok_or_else(|| wrong("the second word is not 1/N"))?;
+        let deal = deal.filter(|&n| n > 0).ok_or_else(|| wrong("the second word is not 1/N"))?;
         let filter = match filter.strip_prefix('@') {
             Some(name) => *named.get(name).ok_or_else(|| wrong("no filter has this name"))?,
             None => filter,
@@ -104,6 +104,9 @@ fn parsed(text: &'static str) -> Result<Vec<Row>, String> {
             "quick" => &mut row.in_quick,
             _ => return Err(wrong("the cases are neither of test, all nor quick")),
         };
+        if cases.deal > 0 {
+            return Err(wrong("the row has such cases already"));
+        }
         *cases = Cases { filter, deal };
     }
     Ok(rows)

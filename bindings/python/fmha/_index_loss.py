@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
@@ -51,6 +51,9 @@ def _by_library(
     call = _Call(ctypes.sizeof(_Call), batch, seqlen_q, k.shape[1], indices.shape[2], heads, dim)
     read = (q, k, weights, indices, target, dloss)
     alive = [None if x is None else _torch.resolved(x).contiguous() for x in read]
+    # Kernels of GPUs load q and k by 16 bytes.
+    if q.device.type == "cuda":
+        alive[:2] = [x.clone() if x is not None and x.data_ptr() % 16 else x for x in alive[:2]]
     shapes = ((batch, seqlen_q), q.shape, k.shape, weights.shape)
     # The library writes f32, whatever torch's defaults are.
     there: Dict[str, Any] = dict(dtype=torch.float32, device=q.device)
@@ -196,7 +199,7 @@ def index_loss(
         raise ValueError("target requires a gradient, but is a constant of the loss: target.detach() is")
     if heads < 1 or dim < 1:
         raise ValueError(f"q has {heads} heads of {dim} elements, not 1 or more of both")
-    compute = _by_library
+    compute: Callable[..., Tuple[Optional[torch.Tensor], ...]] = _by_library
     if q.device.type == "cuda" and allow_fallback:
         compute = _by_library_or_torch
     if is_wide or q.device.type not in ("cpu", "cuda"):

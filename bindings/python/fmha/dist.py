@@ -457,7 +457,12 @@ class _Attention(torch.autograd.Function):
             error = NotImplementedError("lse: a gradient of it is wanted, which ranks do not compute: detach it")
             _tell(ctx.call.ours, error)
             raise error
-        q, k, v, o, lse, sink, *rest = ctx.saved_tensors
+        try:
+            q, k, v, o, lse, sink, *rest = ctx.saved_tensors
+        except RuntimeError as error:
+            # A tensor was changed in place on this rank: the others would wait for it.
+            _tell(ctx.call.ours, error)
+            raise
         dout = torch.zeros_like(o) if dout is None else dout
         operands = tuple(rest[: ctx.num_masks]), tuple(rest[ctx.num_masks :])
         wants_dsink = sink is not None and ctx.needs_input_grad[3]
@@ -771,6 +776,8 @@ def _bind(
     refuse_tangents(**coded.named(operands[1]))
     moving = (q, k, v, sink, *operands[1])
     wants_grad = may_move and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in moving)
+    if given["scheme"] is not None and not isinstance(given["scheme"], str):
+        raise TypeError(f"scheme: {shown(given['scheme'])} is no name of a scheme")
     if given["accuracy"] not in ("fast", "exact"):
         raise ValueError(f"accuracy: {shown(given['accuracy'])} is neither 'fast' nor 'exact'")
     softmax_scale, softcap = given["softmax_scale"], given["softcap"]

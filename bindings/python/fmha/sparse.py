@@ -407,8 +407,9 @@ def index_loss(
             or past seqlen_k, is absent; one that stands twice counts twice.
         target: f32 ``[batch, seqlen_q, topk]``, as :func:`index_target` makes it; a constant.
         allow_fallback: whether torch's operators may serve what no kernel takes. On the CPU the library computes the
-            loss, on one thread; on a GPU its kernels take bf16, ``head_dim`` a multiple of 8. Other types there, and
-            float64, are refused without this.
+            loss, on one thread; on a GPU its kernels take bf16, ``head_dim`` a multiple of 8 up to 256 (AMD: 128), on
+            NVIDIA up to 128 heads (64 of more than 128 elements). All else there, and float64, is refused without
+            this.
 
     Returns:
         The loss of each query: 0 where its list has no key, or its target sums to 0.

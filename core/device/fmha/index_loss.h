@@ -114,7 +114,9 @@ FMHA_DEVICE void loss_row(const IndexLossParams& p, int64_t row) {
     if (is_any && scores[entry] != -infinity()) {
       const float share = target[entry] / weight, ln_q = scores[entry] - greatest - log_sum;
       if (share > 0.f) loss += share * (log2_of(share) * kLn2 - ln_q);
-      gradient = (exp2_of(ln_q * kLog2E) - share) * factor;
+      gradient = exp2_of(ln_q * kLog2E) - share;
+      // A gradient of 0 times an infinite factor is 0.
+      if (gradient != 0.f) gradient *= factor;
     }
     scores[entry] = gradient;
   }

@@ -283,6 +283,9 @@ fn spec_of(problem: &ValidFwd, options: &PlanOptions, tile: &Sm80Tile) -> FwdSpe
     if !problem.masks.is_empty() || options.row_invariant { row_order::under_a_mask(spec) } else { spec }
 }
 
+/// Lanes of a warp.
+const WARP_LANES: i32 = 32;
+
 /// The tile with some fields set, if it fits the problem and the device.
 ///
 /// # Errors
@@ -296,6 +299,14 @@ fn fitted(
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
     if tile.unites {
         lists::blocks_of_union(problem, tile.block_m)?;
+        let rows = tile.block_m * tile.value_parts / tile.warps.max(1);
+        if rows > WARP_LANES {
+            return Err(format!(
+                "unites=1 beside block_m={} and warps={}: {rows} rows a warp, more than its {WARP_LANES} lanes, of \
+                 which each follows a row's list",
+                tile.block_m, tile.warps
+            ));
+        }
     }
     tile.place_blocks(problem);
     tile.converts_fp8 =

@@ -73,6 +73,7 @@ FMHA_DEVICE void fwd_union(const FwdParams& p, const TileSchedule& schedule, con
   // A list may hide a NaN of V from some rows of a tile, for which a kernel whose spec has no mask does not test.
   static_assert(spec.mask != MaskKind::Full, "sm80: a row's list hides what others name");
   static_assert(tile.unites && tile.pack_gqa && tile.split_keys == 0 && !tile.tma, "sm80: a tile has whole tokens");
+  static_assert(warp_rows(tile) <= 32, "sm80: a lane follows the list of each of a warp's rows");
   static_assert(tile.row_bytes == 0 && spec.v_layout == VLayout::RowMajor, "sm80: a union has rows of elements");
   static_assert(!spec.dropout && spec.bias == BiasKind::None, "sm80: lists stand beside no bias");
   if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
