@@ -363,13 +363,13 @@ struct Loader {
 #pragma unroll 1
       for (int32_t slot = 0; slot < P::chunks_k / 2; ++slot) load_bytes_at(from, slot * 2 * kSpan);
       if constexpr (P::chunks_k % 2 == 1) load_bytes<0, 1>(from, Format::values);
-      return;
-    }
+    } else {
 #pragma unroll 1
-    for (int32_t slot = 0; slot < P::chunks_k / 2; ++slot)
-      load_listed<2>(from, p.k, maps.k, spec.head_dim_qk, slot * 2 * kSpan, ptx::CacheHint::EvictLast);
-    if constexpr (P::chunks_k % 2 == 1)
-      load_listed<1>(from, p.k, maps.k, spec.head_dim_qk, (P::chunks_k - 1) * kSpan, ptx::CacheHint::EvictLast);
+      for (int32_t slot = 0; slot < P::chunks_k / 2; ++slot)
+        load_listed<2>(from, p.k, maps.k, spec.head_dim_qk, slot * 2 * kSpan, ptx::CacheHint::EvictLast);
+      if constexpr (P::chunks_k % 2 == 1)
+        load_listed<1>(from, p.k, maps.k, spec.head_dim_qk, (P::chunks_k - 1) * kSpan, ptx::CacheHint::EvictLast);
+    }
   }
   FMHA_DEVICE void load_listed_v(KvRow found) {
 #pragma unroll 1
