@@ -1,10 +1,11 @@
 """``fmha.jax`` on four devices of the CPU: rows that ``jit`` shards, and ``axis_name`` inside ``shard_map``.
 
-Drawn calls are held to float64.
+Drawn calls are held to float64: ``ranks_jax.py 24`` draws 24 of them, 4 are drawn otherwise.
 """
 
 import os
 import random
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import fmha
 import fmha.jax
 
+COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 4
 SIZE = 4
 MESH = Mesh(np.array(jax.devices()), ("rows",))
 ROWS = P(None, "rows")
@@ -192,7 +194,7 @@ def drawn(seed):
 
 def sharded_by_jit():
     """Batch, rows and heads that a program gets on several devices are those of one."""
-    for seed in range(6):
+    for seed in range(min(COUNT, 6)):
         call = Drawn(seed)
         call.batch = 4
         noise = np.random.default_rng(seed)
@@ -277,5 +279,5 @@ assert len(jax.devices()) == SIZE
 refusals()
 small_outputs()
 sharded_by_jit()
-for seed in range(10):
+for seed in range(COUNT):
     drawn(seed)
