@@ -404,10 +404,14 @@ fn every_field_of_a_choice_can_be_set_from_c() {
     assert!(seen.0.len() > 20, "{:#?}", seen.0.keys());
 }
 
-#[test]
-fn every_field_of_a_conversion_can_be_set_from_c() {
-    let of = |n: i64| FmhaStrides { batch_stride: n, seqlen_stride: n, head_stride: n, dim_stride: n };
-    let base = with!(
+/// Four equal strides.
+fn of(n: i64) -> FmhaStrides {
+    FmhaStrides { batch_stride: n, seqlen_stride: n, head_stride: n, dim_stride: n }
+}
+
+/// The least conversion.
+fn conversion() -> FmhaQuantizeProblem {
+    with!(
         new!(FmhaQuantizeProblem),
         batch = 1,
         seqlen = 1,
@@ -418,7 +422,12 @@ fn every_field_of_a_conversion_can_be_set_from_c() {
         scales = of(1),
         dtype = FMHA_F32,
         format = FMHA_NVFP4
-    );
+    )
+}
+
+#[test]
+fn every_field_of_a_conversion_can_be_set_from_c() {
+    let base = conversion();
     let other = with!(
         base,
         batch = 2,
@@ -445,19 +454,7 @@ fn every_field_of_a_conversion_can_be_set_from_c() {
 
 #[test]
 fn an_error_about_a_conversion_names_the_field_of_c() {
-    let of = |n: i64| FmhaStrides { batch_stride: n, seqlen_stride: n, head_stride: n, dim_stride: n };
-    let base = with!(
-        new!(FmhaQuantizeProblem),
-        batch = 1,
-        seqlen = 1,
-        num_heads = 1,
-        dim = 1,
-        x = of(1),
-        elements = of(1),
-        scales = of(1),
-        dtype = FMHA_F32,
-        format = FMHA_NVFP4
-    );
+    let base = conversion();
     let too_many = i64::from(u32::MAX);
     for (given, starts) in [
         (with!(base, batch = too_many), "batch 4294967295 is larger"),

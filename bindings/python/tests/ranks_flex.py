@@ -8,14 +8,12 @@ import random
 import rank_processes
 import torch
 import torch.distributed as dist
+from ranks_drawn import INF, close, with_gradients
 from torch.nn.attention import flex_attention as torchs
 
 import fmha
 import fmha.dist as ranks
 import fmha.flex as flex
-
-INF = float("inf")
-
 
 def distances(tables):
     return lambda s, b, h, q, k: s + tables["table"][h, (q - k).clamp(-3, 3) + 3]
@@ -117,24 +115,6 @@ class Drawn:
         s = torch.where(self.seen, s, -INF)
         lse = torch.logsumexp(s, -1)
         return torch.exp(s - torch.where(lse == -INF, 0.0, lse).unsqueeze(-1)) @ v, lse
-
-
-def close(found, wanted, what):
-    wanted = wanted.to(found.dtype)
-    assert found.shape == wanted.shape, f"{what}: {found.shape}, not {wanted.shape}"
-    hidden = wanted == -INF
-    assert torch.equal(found == -INF, hidden), what
-    off = (found - wanted).masked_fill(hidden, 0.0).abs() / (1 + wanted.masked_fill(hidden, 0.0).abs())
-    assert not off.numel() or off.max() < 2e-4, f"{what} is off by {off.max()}"
-
-
-def with_gradients(function, qkv, dout, tables, names):
-    """O, LSE or ``None``, and the gradients of Q, K, V and the named tables."""
-    tables = {name: x.detach().clone().requires_grad_(name in names) for name, x in tables.items()}
-    qkv = [x.detach().clone().requires_grad_() for x in qkv]
-    o, lse = function(*qkv, tables)
-    gradients = torch.autograd.grad(o, [*qkv, *(tables[name] for name in names)], dout)
-    return [o.detach(), None if lse is None else lse.detach(), *gradients]
 
 
 def drawn(seed, size):

@@ -8,12 +8,12 @@ import random
 import rank_processes
 import torch
 import torch.distributed as dist
+from ranks_drawn import INF, close, with_gradients
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fmha
 import fmha.dist as ranks
 
-INF = float("inf")
 BLOCK = 4
 
 
@@ -159,24 +159,6 @@ class Drawn:
             o.append((weights @ c).transpose(0, 1))
             lse.append(sums)
         return (torch.cat(o), torch.cat(lse, -1)) if self.cu else (torch.stack(o), torch.stack(lse))
-
-
-def close(found, wanted, what):
-    wanted = wanted.to(found.dtype)
-    assert found.shape == wanted.shape, f"{what}: {found.shape}, not {wanted.shape}"
-    hidden = wanted == -INF
-    assert torch.equal(found == -INF, hidden), what
-    off = (found - wanted).masked_fill(hidden, 0.0).abs() / (1 + wanted.masked_fill(hidden, 0.0).abs())
-    assert not off.numel() or off.max() < 2e-4, f"{what} is off by {off.max()}"
-
-
-def with_gradients(function, qkv, dout, tables, names):
-    """O, LSE, and the gradients of Q, K, V and the named tables."""
-    tables = {name: x.detach().clone().requires_grad_(name in names) for name, x in tables.items()}
-    qkv = [x.detach().clone().requires_grad_() for x in qkv]
-    o, lse = function(*qkv, tables)
-    gradients = torch.autograd.grad(o, [*qkv, *(tables[name] for name in names)], dout)
-    return [o.detach(), lse.detach(), *gradients]
 
 
 def drawn(seed, size):

@@ -67,7 +67,8 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     if constexpr (requires { seen.of_query(of_tile.i); }) {
       // A row of several tokens' union: over its own token's list.
       const auto keys = seen.of_query(of_tile.i);
-      const SeqSpan places = {span.i_batch, span.storage_batch, span.q_row, span.seqlen_q, span.k_row, keys.list.count()};
+      const SeqSpan places = {span.i_batch,  span.storage_batch, span.q_row,
+                              span.seqlen_q, span.k_row,         keys.list.count()};
       RecomputedRow<spec, stored_type<spec, tile>(), decltype(seen.of_query(0)), Elems> again{
           p, places, to.i_head, of_tile.i, to.batch, to.row, {0, places.seqlen_k}, keys, elems};
       again.run();
